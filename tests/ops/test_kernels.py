@@ -100,6 +100,7 @@ SMALL = {
     "gated, documents": KernelCase("gated_delta", 150, (1, 1, 1, 40, 16), documents=BORDERS, changes=MANY),
     "gated, strong decays": KernelCase("gated_delta", 130, rate=50.0, changes=MANY),
     "gated, resets": KernelCase("gated_delta", 130, reset=-3e38, changes=MANY),
+    "gated, wide values": KernelCase("gated_delta", 66, (1, 1, 2, 24, 272), changes=MANY),
     "delta": KernelCase("delta", 140, (1, 1, 2, 16, 24), changes=MANY),
     "delta, documents": KernelCase("delta", 150, documents=BORDERS, changes=LONG),
     # With steps of 4 tokens and runs of 8 under the interpreter, of 16 and 64 on a GPU: several of all.
@@ -217,7 +218,8 @@ def compiled(rank: int, world_size: int, capability: int, dtype: torch.dtype, ca
     tensors = case.tensors(dtype, CPU)
     with compiling(capability) as found:
         if case.operator in FINDS:
-            largest = case.sizes[3] if case.operator == "gla" else max(case.sizes[3:])
+            # Kernels of scalar decays alone have other options for wide values.
+            largest = case.sizes[3] if case.operator in ("gla", *DELTA) else max(case.sizes[3:])
             kept = resolve_name(FINDS[case.operator])(divmod(capability, 10), dtype, largest)
             cuda = OPERATORS[case.operator].cuda
             assert cuda is not None

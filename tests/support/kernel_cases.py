@@ -110,12 +110,13 @@ class KernelCase:
 def compiling(capability: int) -> Iterator[dict[str, int]]:
     """Compile the kernels launched inside for such GPUs, which this machine need not have, instead of running them.
 
-    Yields the shared memory of each kernel, in bytes per program; wrong descriptors in machine code are an
-    AssertionError.
+    Yields the shared memory of each kernel, in bytes per program; wrong descriptors in machine code, and buffers that
+    are overwritten too early, are an AssertionError.
     """
     from triton.backends.compiler import GPUTarget  # late: the mode is fixed at import
     from triton.runtime import JITFunction, driver
 
+    from lab.campaigns.buffers import overwritten_buffers
     from lab.campaigns.descriptors import wrong_descriptors
 
     shared: dict[str, int] = {}
@@ -123,7 +124,8 @@ def compiling(capability: int) -> Iterator[dict[str, int]]:
     def compiled(kernel: Any, grid: Any) -> Any:
         def launch(*arguments: Any, **constants: Any) -> None:
             made = kernel.warmup(*arguments, grid=grid, **constants)
-            wrong = wrong_descriptors(made.asm["cubin"]) if capability == 90 else []
+            wrong = overwritten_buffers(made.asm["ttgir"])
+            wrong += wrong_descriptors(made.asm["cubin"]) if capability == 90 else []
             assert not wrong, f"{kernel.fn.__name__}: {wrong}"
             shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
 

@@ -68,7 +68,7 @@ class KernelRule:
 
     # Of tokens; empty: there are no kernels. Decays and strengths are fp32.
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
-    largest: int | None = None  # K and V; None: any
+    largest: tuple[int, int] | None = None  # K and V; None: any
     row_bytes: int = 1  # rows of K and of V channels are multiples of it
     largest_fp32: int | None = None  # K and V of fp32 tokens, where PyTorch is faster beyond; None: as of others
     # Target → why a GPU runs slower kernels than others of its kind; None: it does not.
@@ -97,8 +97,8 @@ def problem(
     if any(dtype is not torch.float32 for dtype in wide):
         return "decays and strengths have kernels in fp32 only"
     dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
-    if rule.largest is not None and max(key_dim, value_dim) > rule.largest:
-        return f"{dims}, at most {rule.largest} each"
+    if rule.largest is not None and (key_dim > rule.largest[0] or value_dim > rule.largest[1]):
+        return f"{dims}, at most K {rule.largest[0]}, V {rule.largest[1]}"
     if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
         return f"{dims}, only multiples of {rule.row_bytes // tokens.itemsize}"
     if rule.largest_fp32 is not None and tokens is torch.float32 and max(key_dim, value_dim) > rule.largest_fp32:

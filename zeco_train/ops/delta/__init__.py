@@ -67,7 +67,7 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 
 
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
-_KERNELS = KernelRule(largest=256)
+_KERNELS = KernelRule(largest=(256, 512))
 # 16,384 tokens and 16 heads: gated_delta 1.963 ms, 0.648 of them forward, kda 2.777 and 0.870 (docs/benchmarks.md).
 _GATED_TIME = OperatorTime("gated_delta", 7.49e-9, 0.33, 128, 128)
 

@@ -19,7 +19,7 @@ from zeco_train.ops.softmax import cudnn, flash, sdpa
 from zeco_train.ops.softmax.span import Attended, Span
 
 # cuDNN and PyTorch's FlashAttention refuse other heads when they are launched.
-KERNELS = KernelRule((torch.bfloat16,), largest=256, row_bytes=16, lesser=cudnn.missing)
+KERNELS = KernelRule((torch.bfloat16,), largest=(256, 256), row_bytes=16, lesser=cudnn.missing)
 # Of PyTorch's fused attention with a mask; for other calls it takes plain products, without a word.
 STEP_KERNELS = KernelRule(row_bytes=16)
 

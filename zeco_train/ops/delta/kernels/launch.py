@@ -1,13 +1,13 @@
 """Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
 
 Forward                                                        Backward
-  sums of g; scores P and inverses T; W, U, k̃, q̄                 W, U, k̃, q̄ again
+  sums of g; scores P and systems F; by channel k̄, k̃, q̄          by channel k̄, k̃, q̄ again
   states and transitions of segments → S_loc, M                  gradients of segments → D_loc
   | scan over ranks                                              | scan over ranks ‖ true states again
-  true states that segments start from; outputs                  true gradients at segments' ends; dq, dk, dv, dg, dβ
+  true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg, dβ
 
 States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
-transitions passed between segments or ranks are fp32. The forward pass saves P and T, in the dtype of the tokens, 64
+transitions passed between segments or ranks are fp32. The forward pass saves P and F, in the dtype of the tokens, 64
 numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the true state
 before it, in place of R.
 
@@ -17,67 +17,68 @@ Options change only the order of sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from zeco_train.ops.delta.kernels.grads import grads_kernel
 from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
-from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, reverse_walk_kernel
+from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, join_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS, NARROWEST
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
-from zeco_train.ops.seam import fold
 
-# Largest K and V. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
+# Largest K. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
 LARGEST_HEAD_DIM = 256
 
-_SUMS = TileOptions(64, 64, 4, 1)
-_OPERANDS = TileOptions(64, 64, 8, 1)
-_SYSTEMS = TileOptions(64, 64, 4, 1)
-_SUMMARIES = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
-_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
-_GRADS = TileOptions(64, 64, 8, 3)
 _NARROW = TileOptions(32, 32, 4, 1)
+_SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
 
 
 @dataclass(frozen=True)
 class DeltaTuning:
     """Options of each kernel, by its name, and of the layout in time."""
 
-    channel_sums: TileOptions = _SUMS
-    systems: TileOptions = _SYSTEMS
-    operands: TileOptions = _OPERANDS
-    # Of the walks forward: the segments', of o, and of the backward pass; and of both walks in reverse.
-    summaries: TileOptions = _SUMMARIES
-    outputs: TileOptions = _WALK
-    states: TileOptions = _WALK
-    reverse: TileOptions = _WALK
-    grads: TileOptions = _GRADS
+    channel_sums: TileOptions = TileOptions(64, 64, 4, 1)
+    systems: TileOptions = TileOptions(128, 64, 4, 1)
+    operands: TileOptions = TileOptions(64, 64, 8, 1)
+    # Of the walks: the segments', and all others; with decays by channel all.
+    summaries: TileOptions = _SMALL_WALK
+    walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
+    channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
+    grads: TileOptions = TileOptions(64, 64, 4, 2)
+    channel_grads: TileOptions = TileOptions(64, 64, 8, 3)
+    join: TileOptions = TileOptions(32, 16, 8, 2)
     programs: int = 132  # of a walk, that saturate the chip, all at once
-    joining: float = 6.0  # chunks that all walks together take as long for as for joining one more segment, estimated
-
-
-def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, walk, _NARROW)
+    joining: float = 2.0  # chunks that all walks together take as long for as for joining one more segment, estimated
 
 
 def _walks(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(summaries=walk, outputs=walk, states=walk, reverse=walk)
+    return DeltaTuning(summaries=walk, walk=walk, channel_walk=walk)
 
 
-# Measured on an H200 with 16k tokens of 16 heads, K = V = 128, bf16; the rest is by the compiler's counts of registers
-# and shared memory.
+def _narrow(walk: TileOptions) -> DeltaTuning:
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW)
+
+
+# Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
+# with 8 warps needs 128 columns.
 KEPT: dict[Key, DeltaTuning] = {
+    ((9, 0), torch.bfloat16, 64): _walks(_SMALL_WALK),
     ((9, 0), torch.bfloat16, 128): DeltaTuning(),
-    ((9, 0), torch.bfloat16, 256): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 8, 1)),
+    ((9, 0), torch.bfloat16, 256): DeltaTuning(
+        summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
+        walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
+        channel_walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 1),
+    ),
     (None, torch.bfloat16, 128): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
     ((9, 0), torch.float32, 128): _narrow(TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
     ((9, 0), torch.float32, 256): _narrow(TileOptions(LARGEST_HEAD_DIM, 32, 8, 1)),
@@ -96,13 +97,14 @@ find = _OPTIONS.find
 
 @dataclass(frozen=True)
 class WalkOperands:
-    """The operands of the walks, see `zeco_train.ops.delta.kernels.systems.operands_kernel`."""
+    """What the walks read, see `zeco_train.ops.delta.kernels.walks.forward_walk_kernel`."""
 
-    w: Tensor  # [B, T, H, K]
-    u: Tensor  # [B, T, H, V]
-    end_keys: Tensor  # [B, T, H, K]
-    queries: Tensor  # [B, T, H, K]
-    survival: Tensor  # [N, B, H, K] fp32
+    keys: Tensor  # [B, T, G, K]; by channel [B, T, H, K], as the next two
+    end_keys: Tensor
+    queries: Tensor
+    decays: Tensor  # [B, H, T] fp32; by channel [N, B, H, K]
+    inverses: Tensor  # [N, B, H, C, C]
+    scores: Tensor  # [N, B, H, C, C]
 
 
 class DeltaKernels:
@@ -131,20 +133,22 @@ class DeltaKernels:
             raise ValueError(f"v: batch × heads = {self.BH}, a grid of CUDA has room for {MOST_HEADS}")
         self.device, self.dtype, self.scale, self.tuning, self.gated = k.device, k.dtype, scale, tuning, gated
         self.by_channel = sums.dim() == 4
-        self.flags: dict[str, Any] = {"C": CHUNK, "PRECISION": "tf32x3"}
-        self.pair_flags = {**self.flags, "BY_CHANNEL": self.by_channel, "DOCUMENTS": doc_ids is not None}
+        self.flags: dict[str, Any] = {
+            "C": CHUNK, "PRECISION": "tf32x3", "BY_CHANNEL": self.by_channel, "DOCUMENTS": doc_ids is not None
+        }  # fmt: skip
         self.num_chunks = triton.cdiv(self.T, CHUNK)
         # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
-        _, columns = self._walk_tile(tuning.outputs)
+        self._walk = tuning.channel_walk if self.by_channel else tuning.walk
+        _, columns = self._walk_tile(self._walk)
         segments = tuning.programs // (triton.cdiv(self.V, columns) * self.BH)
         # Walks of N / J chunks and J joins, one after the other: the sum is least where both take as long.
         balanced = int(math.sqrt(self.num_chunks / tuning.joining))
         segments = max(1, min(segments, balanced, self.num_chunks))
         self.segment_chunks = triton.cdiv(self.num_chunks, segments)
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
-        # (N, B, H, C, C), (N, B, H, K, V), (J, B, H, K, V) and (J, B, H, K, K).
+        # (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
         self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
-        self.states_shape = self.num_chunks, self.B, self.H, self.K, self.V
+        self.states_shape = self.num_chunks, self.B, self.H, self.V, self.K
         self.starts_shape = self.num_segments, self.B, self.H, self.K, self.V
         self.transitions_shape = self.num_segments, self.B, self.H, self.K, self.K
 
@@ -163,52 +167,49 @@ class DeltaKernels:
         return self._new(self.B, self.T, self.H, width, dtype=self.dtype)
 
     def systems(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores P, with the scale, and inverses T [N, B, H, C, C], in the dtype of the tokens; q [B, T, G, K]."""
+        """Scores P, with the scale, and systems F [N, B, H, C, C], in the dtype of the tokens; q [B, T, G, K]."""
         scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
         options = self.tuning.systems
         BK, _ = self._tile(options)
         systems_kernel[(self.num_chunks, self.BH)](
             q, self.k, self.sums, self.beta, self.doc_ids, scores, inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
-            KEYS=triton.next_power_of_2(self.K), SOLVING="tf32" if self.dtype == torch.bfloat16 else "tf32x3",
-            **self.pair_flags, **options.launch,
+            KEYS=triton.next_power_of_2(self.K), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+            **self.flags, **options.launch,
         )  # fmt: skip
         return scores, inverses
 
-    def operands(self, q: Tensor, inverses: Tensor) -> WalkOperands:
+    def operands(self, q: Tensor, inverses: Tensor, scores: Tensor) -> WalkOperands:
         """The operands of the walks."""
-        found = WalkOperands(
-            w=self._by_token(self.K),
-            u=self._by_token(self.V),
-            end_keys=self._by_token(self.K),
-            queries=self._by_token(self.K),
-            survival=self._new(self.num_chunks, self.B, self.H, self.K),
-        )
+        if not self.by_channel:
+            return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
+        keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
+        survival = self._new(self.num_chunks, self.B, self.H, self.K)
         options = self.tuning.operands
-        BK, BV = self._tile(options)
+        BK, _ = self._tile(options)
         operands_kernel[(self.num_chunks, self.BH)](
-            q, self.k, self.v, self.sums, self.beta, self.doc_ids, inverses,
-            found.w, found.u, found.queries, found.end_keys, found.survival, self.scale,
-            self.T, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, **self.pair_flags, **options.launch,
+            q, self.k, self.sums, self.doc_ids, keys, end_keys, queries, survival, self.scale, self.T, self.H, self.G,
+            self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, **options.launch,
         )  # fmt: skip
-        return found
+        return WalkOperands(keys, end_keys, queries, survival, inverses, scores)
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
         """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
         states, transitions = self._new(*self.starts_shape), self._new(*self.transitions_shape)
-        self._forward(self.tuning.summaries, operands, totals=states, transitions=transitions)
+        options = self._walk if self.by_channel else self.tuning.summaries
+        self._forward(options, operands, totals=states, transitions=transitions)
         return states, transitions
 
-    def outputs(self, operands: WalkOperands, scores: Tensor, starts: Tensor) -> Tensor:
+    def outputs(self, operands: WalkOperands, starts: Tensor) -> Tensor:
         """O, [B, T, H, V], from the true states that segments start from."""
         o = self._by_token(self.V)
-        self._forward(self.tuning.outputs, operands, scores=scores, starts=starts, o=o)
+        self._forward(self._walk, operands, starts=starts, o=o)
         return o
 
     def states(self, operands: WalkOperands, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """True states before the chunks [N, B, H, K, V], and new values [B, T, H, V], in the dtype of the tokens."""
+        """True states before the chunks [N, B, H, V, K], and new values [B, T, H, V], in the dtype of the tokens."""
         states, added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
-        self._forward(self.tuning.states, operands, starts=starts, states=states, added=added)
+        self._forward(self._walk, operands, starts=starts, states=states, added=added)
         return states, added
 
     def _forward(
@@ -216,7 +217,6 @@ class DeltaKernels:
         options: TileOptions,
         operands: WalkOperands,
         *,
-        scores: Tensor | None = None,
         starts: Tensor | None = None,
         totals: Tensor | None = None,
         transitions: Tensor | None = None,
@@ -228,75 +228,80 @@ class DeltaKernels:
         # Without starts, of the values and then of the transition.
         tiles = triton.cdiv(self.V, BV) + (triton.cdiv(self.K, BV) if starts is None else 0)
         forward_walk_kernel[(tiles, self.BH, self.num_segments)](
-            operands.w, operands.u, operands.end_keys, operands.survival, operands.queries, scores, starts,
-            totals, transitions, o, states, added, self.T, self.H, self.K, self.V, self.BH, self.num_chunks,
-            self.segment_chunks, BK=BK, BV=BV, SUMMARIES=starts is None, OUTPUTS=o is not None,
-            STATES=states is not None, **self.flags, **options.launch,
+            operands.keys, operands.end_keys, operands.queries, self.v, operands.decays, self.doc_ids,
+            operands.inverses, operands.scores, starts, totals, transitions, o, states, added, self.scale,
+            self.T, self.H, operands.keys.shape[2], self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
+            BK=BK, BV=BV, SUMMARIES=starts is None, OUTPUTS=o is not None, STATES=states is not None,
+            **self.flags, **options.launch,
         )  # fmt: skip
 
-    def local_grads(self, operands: WalkOperands, scores: Tensor, do: Tensor) -> Tensor:
+    def local_grads(self, operands: WalkOperands, do: Tensor) -> Tensor:
         """Gradients of the states before the segments, from 0 after them, `starts_shape`."""
         totals = self._new(*self.starts_shape)
-        self._reverse(operands, scores, do, totals=totals)
+        self._reverse(operands, do, totals=totals)
         return totals
 
-    def state_grads(self, operands: WalkOperands, scores: Tensor, do: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """True gradients of the states after the chunks [N, B, H, K, V], and of the new values [B, T, H, V].
+    def state_grads(self, operands: WalkOperands, do: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """True gradients of the states after the chunks [N, B, H, V, K], and dv [B, T, H, V].
 
         `ends` are those of the states after the segments.
         """
-        grads, of_added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
-        self._reverse(operands, scores, do, ends=ends, grads=grads, of_added=of_added)
-        return grads, of_added
+        grads, dv = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
+        self._reverse(operands, do, ends=ends, grads=grads, dv=dv)
+        return grads, dv
 
     def _reverse(
         self,
         operands: WalkOperands,
-        scores: Tensor,
         do: Tensor,
         *,
         ends: Tensor | None = None,
         totals: Tensor | None = None,
         grads: Tensor | None = None,
-        of_added: Tensor | None = None,
+        dv: Tensor | None = None,
     ) -> None:
-        options = self.tuning.reverse
-        BK, BV = self._walk_tile(options)
+        BK, BV = self._walk_tile(self._walk)
         reverse_walk_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
-            operands.w, operands.end_keys, operands.survival, operands.queries, scores, do, ends, totals, grads,
-            of_added, self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV,
-            STATES=ends is not None, **self.flags, **options.launch,
+            operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.inverses,
+            operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H, operands.keys.shape[2], self.K,
+            self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV, STATES=ends is not None,
+            **self.flags, **self._walk.launch,
         )  # fmt: skip
 
+    def join(
+        self, states: Tensor, transitions: Tensor, start: Tensor | None = None, *, reverse: bool = False
+    ) -> Tensor:
+        """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
+        found, options = torch.empty_like(states), self.tuning.join
+        BC, BV = options.tile(self.K, self.V)
+        join_kernel[(triton.cdiv(self.V, BV), self.BH)](
+            start, states, transitions, found, self.K, self.V, self.BH, len(states), BC=BC,
+            BK=triton.next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
+            **options.launch,
+        )  # fmt: skip
+        return found
+
     def input_grads(
-        self,
-        q: Tensor,
-        do: Tensor,
-        inverses: Tensor,
-        states: Tensor,
-        grads: Tensor,
-        added: Tensor,
-        of_added: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """dq, dk, dv, dg (None unless gated) and dβ."""
-        options = self.tuning.grads
+        self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """dq, dk, dg (None unless gated) and dβ."""
+        options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
         BK, BV = self._tile(options)
         tiles = triton.cdiv(self.K, BK)
         dq, dk = (self._by_token(self.K) for _ in range(2))
-        dv, dbeta = self._by_token(self.V), self._new(tiles, self.B, self.T, self.H)
-        dg = None
+        dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
-            dg = torch.empty_like(self.sums) if self.by_channel else torch.empty_like(dbeta)
+            dg = torch.empty_like(self.sums) if self.by_channel else self._new(tiles, self.B, self.T, self.H)
         for mild, chunks in ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
             grads_kernel[(triton.cdiv(self.num_chunks, chunks) * tiles, self.BH)](
-                q, self.k, self.v, self.sums, self.beta, do, self.doc_ids, inverses, states, grads, added, of_added,
-                dq, dk, dv, dg, dbeta, self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH,
-                BK=BK, BV=BV, GATED=self.gated, ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks,
-                KEYS=triton.next_power_of_2(self.K), **self.pair_flags, **options.launch,
+                q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
+                self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, GATED=self.gated,
+                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, KEYS=triton.next_power_of_2(self.K),
+                **self.flags, **options.launch,
             )  # fmt: skip
         if dg is not None and not self.by_channel:
-            dg = dg.sum(0)
-        return sum_heads(dq, self.G), sum_heads(dk, self.G), dv, dg, dbeta.sum(0)
+            dg = dg[0] if tiles == 1 else dg.sum(0)
+        return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta
 
 
 def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
@@ -320,10 +325,9 @@ class _KernelForward(ForwardBase):
         self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
         self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, tuning, gated=self._gated)
         self._scores, self._inverses = self._launcher.systems(q)
-        self._operands = self._launcher.operands(q, self._inverses)
+        self._operands = self._launcher.operands(q, self._inverses, self._scores)
         self._states, self._transitions = self._launcher.summaries(self._operands)
-        # A copy, since the segments' states are read again.
-        self.state = _fold_all(self._states[0].clone(), self._states[1:], self._transitions[1:])[-1]
+        self.state = self._launcher.join(self._states, self._transitions)[-1]
 
     @cached_property
     def transition(self) -> Tensor:
@@ -335,11 +339,10 @@ class _KernelForward(ForwardBase):
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
-        # The state after the last segment is not needed.
-        starts = torch.stack(_fold_all(incoming_state, self._states[:-1], self._transitions[:-1]))
+        starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
         kept = self._scores, self._inverses, starts, self._transitions
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
-        return self._launcher.outputs(self._operands, self._scores, starts)
+        return self._launcher.outputs(self._operands, starts)
 
 
 class _KernelBackward(BackwardBase):
@@ -347,14 +350,13 @@ class _KernelBackward(BackwardBase):
         # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, self.do))
-        self._scores, self._inverses, self._starts, self._transitions = self.saved
+        scores, inverses, self._starts, self._transitions = self.saved
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
         where, gated = (self.doc_ids, self.scale), bool(sums)
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
-        self._operands = self._launcher.operands(self._q, self._inverses)
-        self._local = self._launcher.local_grads(self._operands, self._scores, self._do)
-        *earlier, last = self._local
-        self.state_grad = _fold_all(last, earlier[::-1], self._transitions[:-1].mT.unbind()[::-1])[-1]
+        self._operands = self._launcher.operands(self._q, inverses, scores)
+        self._local = self._launcher.local_grads(self._operands, self._do)
+        self.state_grad = self._launcher.join(self._local, self._transitions, reverse=True)[0]
 
     def overlap(self) -> None:
         # The true states again: they need no gradients of states.
@@ -362,21 +364,10 @@ class _KernelBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        later = self._local[1:].unbind()[::-1], self._transitions[1:].mT.unbind()[::-1]
-        ends = torch.stack(_fold_all(incoming_grad, *later)[::-1])
-        grads, of_added = self._launcher.state_grads(self._operands, self._scores, self._do, ends)
-        dq, dk, dv, dg, dbeta = self._launcher.input_grads(
-            self._q, self._do, self._inverses, self._states, grads, self._added, of_added
-        )
+        ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
+        grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
+        dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, self._states, grads, self._added, dv)
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
-
-
-# The states [B, H, K, V] before and after each segment, the first of which is `start`.
-def _fold_all(start: Tensor, states: Iterable[Tensor], transitions: Iterable[Tensor]) -> list[Tensor]:
-    found = [start]
-    for state, transition in zip(states, transitions, strict=True):
-        found.append(fold(state, transition, found[-1]))
-    return found
 
 
 def _no_decay(beta: Tensor) -> Tensor:

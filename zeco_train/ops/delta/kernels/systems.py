@@ -1,4 +1,4 @@
-"""The token pairs of a chunk: scores P, and the inverse T = (I + L)⁻¹ of its triangular system.
+"""The token pairs of a chunk: scores P, and F = (I + L)⁻¹ Diag(β) of its triangular system.
 
     P_ij = scale · Σ_K q_i ⊙ k_j ⊙ exp(b_i − b_j)  for i >= j
     L_ij = β_i · Σ_K k_i ⊙ k_j ⊙ exp(b_i − b_j)    for i > j
@@ -7,10 +7,11 @@ Pairs are grouped by sizes of blocks, 1, 2, … 32 tokens, as in `ops.gla.kernel
 where a chunk is not mild, and always for the inverse. Those of the blocks of a size give those of twice the size:
 
     | A     |⁻¹   | A⁻¹             |
-    | E   B |   = | −B⁻¹ E A⁻¹  B⁻¹ |        T ← T − T E T,   E = the pairs of L that the size splits
+    | E   B |   = | −B⁻¹ E A⁻¹  B⁻¹ |        T ← T − T L T  for the pairs that the size splits
 
 It is exact substitution by blocks, in products of the whole chunk; powers of L, which may be large where T is not, do
-not occur.
+not occur. No number of L or T exceeds 2, since no transition expands: for bf16 tokens the products are of fp16 numbers,
+as exact as tf32, times 2^10, so that rows of small β do not underflow.
 
 Decays of a chunk's tokens, of each channel or one a head, as tiles that broadcast alike.
 """
@@ -96,17 +97,34 @@ def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl
     return from_start, to_end, survives
 
 
+# A strength below it counts as this, a change of less than rounding, so that what it multiplied can be divided by it.
+_LEAST_STRENGTH: tl.constexpr = tl.constexpr(2.0**-24)
+# Of what fp16 numbers hold in products for the inverse.
+_UNIT: tl.constexpr = tl.constexpr(2.0**10)
+
+
 @triton.jit
-def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + system)⁻¹ of a strictly lower triangular [C, C], fp32."""
+def load_strengths(beta, start, T, H, C: tl.constexpr):
+    """[C], β of a chunk's tokens, but never 0."""
     rows = tl.arange(0, C)
-    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, tl.where(split_pairs(0, C), -system, 0.0))
+    strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)
+    return tl.maximum(strengths, _LEAST_STRENGTH)
+
+
+@triton.jit
+def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr, SOLVING: tl.constexpr):
+    """(I + system)⁻¹ of a strictly lower triangular [C, C], fp32; products of numbers in SOLVING."""
+    rows = tl.arange(0, C)
+    system *= _UNIT
+    inverse = tl.where(rows[:, None] == rows[None, :], _UNIT, tl.where(split_pairs(0, C), -system, 0.0))
+    system = system.to(SOLVING)
     # log₂ C sizes of blocks; those of one token are done
-    for shift in range(1, 6):
-        between = tl.where(split_pairs(shift, C), system, 0.0)
-        between = tl.dot(inverse, between, input_precision=PRECISION)
-        inverse -= tl.dot(between, inverse, input_precision=PRECISION)
-    return inverse
+    for shift in tl.static_range(1, 6):
+        known = inverse.to(SOLVING)
+        between = tl.dot(known, system, input_precision=PRECISION) * (1.0 / _UNIT)
+        between = tl.dot(between.to(SOLVING), known, input_precision=PRECISION) * (1.0 / _UNIT)
+        inverse -= tl.where(split_pairs(shift, C), between, 0.0)
+    return inverse * (1.0 / _UNIT)
 
 
 @triton.jit
@@ -117,7 +135,7 @@ def systems_kernel(
     beta,  # [B, T, H] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
-    inverses,  # [N, B, H, C, C], written: T
+    inverses,  # [N, B, H, C, C], written: F
     scale,
     T,
     H: tl.constexpr,
@@ -135,7 +153,7 @@ def systems_kernel(
 ):
     """One program serves one chunk of one head.
 
-    SOLVING: precision of the inverse's products. ONE_LAYOUT: BK is C. KEYS: see `are_mild`.
+    SOLVING: dtype of the inverse's products. ONE_LAYOUT: BK is C. KEYS: see `are_mild`.
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
@@ -192,71 +210,50 @@ def systems_kernel(
         pair_scores *= between
         products *= between
     pair_scores = tl.where(visible, pair_scores * scale, 0.0)
-    strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)
+    strengths = load_strengths(beta, start, T, H, C)
     earlier = visible & (rows[:, None] > rows[None, :])
     system = tl.where(earlier, products * strengths[:, None], 0.0)
     offsets = (chunk.to(tl.int64) * BH + batch_head) * C * C + rows[:, None] * C + rows[None, :]
     tl.store(scores + offsets, pair_scores.to(scores.dtype.element_ty))
-    tl.store(inverses + offsets, _inverse(system, C, SOLVING).to(inverses.dtype.element_ty))
+    inverse = _inverse(system, C, PRECISION, SOLVING) * strengths[None, :]
+    tl.store(inverses + offsets, inverse.to(inverses.dtype.element_ty))
 
 
 @triton.jit
 def operands_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
-    v,  # [B, T, H, V]
-    sums,  # see `load_decays`
-    beta,  # [B, T, H] fp32
+    sums,  # [B, T, H, K] fp32, of `channel_sums_kernel`
     doc_ids,  # [T] int32, read with DOCUMENTS
-    inverses,  # [N, B, H, C, C]
-    w,  # [B, T, H, K], written: T (β k̄)
-    u,  # [B, T, H, V], written: T (β v)
-    queries,  # [B, T, H, K], written: scale · q̄
+    start_keys,  # [B, T, H, K], written: k̄
     end_keys,  # [B, T, H, K], written: k̃
+    queries,  # [B, T, H, K], written: scale · q̄
     survival,  # [N, B, H, K] fp32, written: decays of a state over the chunks
     scale,
     T,
     H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     BH,
     C: tl.constexpr,
     BK: tl.constexpr,
-    BV: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """The operands of the walks over states, of one chunk of one head a program."""
+    """The operands of the walks with decays by channel, of one chunk of one head a program."""
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     q += key_head_offset(batch_head, T, H, G, K)
     k += key_head_offset(batch_head, T, H, G, K)
-    v += head_offset(batch_head, T, H, V)
-    u += head_offset(batch_head, T, H, V)
-    w += head_offset(batch_head, T, H, K)
-    queries += head_offset(batch_head, T, H, K)
-    end_keys += head_offset(batch_head, T, H, K)
-    beta += head_offset(batch_head, T, H, 1)
+    own = head_offset(batch_head, T, H, K)
     start = chunk * C
-    rows = tl.arange(0, C)
-    index = chunk.to(tl.int64) * BH + batch_head
-    inverse = tl.load(inverses + index * C * C + rows[:, None] * C + rows[None, :])
-    strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)[:, None]
     for first_key in range(0, K, BK):
-        own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, BY_CHANNEL)
-        from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
+        through, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, True)
+        from_start, to_end, survives = border_decays(through, total, doc_ids, start, T, C, DOCUMENTS)
         keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
-        weighted = (keys * from_start * strengths).to(inverse.dtype)
-        store_tile(w, tl.dot(inverse, weighted, input_precision=PRECISION), start, T, H, K, first_key, C, BK)
-        store_tile(end_keys, keys * to_end, start, T, H, K, first_key, C, BK)
         seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * from_start * scale
-        store_tile(queries, seen, start, T, H, K, first_key, C, BK)
+        store_tile(start_keys + own, keys * from_start, start, T, H, K, first_key, C, BK)
+        store_tile(end_keys + own, keys * to_end, start, T, H, K, first_key, C, BK)
+        store_tile(queries + own, seen, start, T, H, K, first_key, C, BK)
         columns = first_key + tl.arange(0, BK)
-        survives = tl.broadcast_to(survives, [1, BK])
-        tl.store(survival + index * K + columns[None, :], survives, mask=(columns < K)[None, :])
-    for first_value in range(0, V, BV):
-        values = load_tile(v, start, T, H, V, first_value, C, BV).to(tl.float32)
-        weighted = (values * strengths).to(inverse.dtype)
-        store_tile(u, tl.dot(inverse, weighted, input_precision=PRECISION), start, T, H, V, first_value, C, BV)
+        pointers = survival + (chunk.to(tl.int64) * BH + batch_head) * K + columns[None, :]
+        tl.store(pointers, survives, mask=(columns < K)[None, :])

@@ -2,15 +2,18 @@
 
 A rank's chunks are cut into segments that are walked in parallel. Forward, S before a chunk and N its new values:
 
-    N = U − W S        S ← decay ⊙ S + k̃ᵀ N        o = scale · q̄ S + P N
+    N = F (v − k̄ S)        S ← decay ⊙ S + k̃ᵀ N        o = scale · q̄ S + P N
 
 from the true state at the segment's start, or first, for the segment's own summary, from 0, and from the identity
-without U: those columns become the segment's transition. In reverse, dS after a chunk, dN of its new values:
+without v: those columns become the segment's transition. In reverse, dS after a chunk, dN of its new values:
 
-    dN = Pᵀ do + k̃ dS        dS ← decay ⊙ dS + (scale · q̄)ᵀ do − Wᵀ dN
+    dN = Pᵀ do + k̃ dS        dv = Fᵀ dN        dS ← decay ⊙ dS + (scale · q̄)ᵀ do − k̄ᵀ dv
 
-W, U, k̃, scale · q̄ and decays are of `operands_kernel`, P of `systems_kernel`. States and gradients are fp32 in
-registers, and in the dtype of the tokens as operands of products.
+P and F are of `systems_kernel`. Decays by channel are in k̄, k̃ and scale · q̄, of `operands_kernel`; those by head are
+factors of rows of the other operand, so that keys and queries are read as they are, once for all heads that share them.
+
+States and gradients are fp32 in registers, and in the dtype of the tokens as operands of products. All are transposed,
+[BV, BK]: a product's result is then the first operand of the next one without a way through shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeco_train.ops.delta.kernels.systems import border_decays, load_decays
 from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
+from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
 @triton.jit
@@ -29,21 +34,52 @@ def _load_pairs(pairs, index, C: tl.constexpr):
 
 
 @triton.jit
+def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.constexpr):
+    """Pointers to the columns of state number `index` in [.., K, V], [BV, BK], and which of them lie inside."""
+    keys = tl.arange(0, BK)
+    values = first_value + tl.arange(0, BV)
+    inside = (values < V)[:, None] & (keys < K)[None, :]
+    return states + index.to(tl.int64) * K * V + (keys * V)[None, :] + values[:, None], inside
+
+
+@triton.jit
+def _load_borders(
+    sums, doc_ids, batch_head, index, start, T, K, C: tl.constexpr, BK: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state over it, [1, BK] or 1 × 1."""
+    if BY_CHANNEL:
+        keys = tl.arange(0, BK)
+        survives = tl.load(sums + index * K + keys, mask=keys < K, other=0.0)[None, :]
+        from_start = tl.full([1, C], 1.0, tl.float32)
+        to_end = from_start
+    else:
+        own, total = load_decays(sums, batch_head, start, T, 1, K, 0, C, BK, BY_CHANNEL)
+        from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
+        from_start, to_end = tl.trans(from_start), tl.trans(to_end)
+    return from_start, to_end, survives
+
+
+@triton.jit
 def forward_walk_kernel(
-    w,  # [B, T, H, K]
-    u,  # [B, T, H, V]
-    end_keys,  # [B, T, H, K]
-    survival,  # [N, B, H, K] fp32
-    queries,  # [B, T, H, K], read with OUTPUTS
-    scores,  # [N, B, H, C, C], read with OUTPUTS
+    keys,  # [B, T, G, K]: k, or k̄ with BY_CHANNEL
+    end_keys,  # [B, T, G, K]: k̃, read with BY_CHANNEL
+    queries,  # [B, T, G, K]: q, or scale · q̄ with BY_CHANNEL; read with OUTPUTS
+    v,  # [B, T, H, V]
+    sums,  # [B, H, T] fp32; with BY_CHANNEL survival, [N, B, H, K] fp32
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    inverses,  # [N, B, H, C, C]: F
+    scores,  # [N, B, H, C, C]: P, read with OUTPUTS
     starts,  # [J, B, H, K, V] fp32: true states before the segments, read unless SUMMARIES
     totals,  # [J, B, H, K, V] fp32, written with SUMMARIES: states after the segments, from 0
     transitions,  # [J, B, H, K, K] fp32, written with SUMMARIES
     o,  # [B, T, H, V], written with OUTPUTS
-    states,  # [N, B, H, K, V], written with STATES: true states before the chunks
+    states,  # [N, B, H, V, K], written with STATES: true states before the chunks, transposed
     added,  # [B, T, H, V], written with STATES: N
+    scale,
     T,
     H: tl.constexpr,
+    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BH,
@@ -52,6 +88,8 @@ def forward_walk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     SUMMARIES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STATES: tl.constexpr,
@@ -59,7 +97,7 @@ def forward_walk_kernel(
 ):
     """One program walks one segment with BV columns of the state of one head; K <= BK.
 
-    With SUMMARIES, programs after those of V have columns of the transition.
+    With SUMMARIES, programs after those of V have columns of the transition. With BY_CHANNEL G is H.
     """
     value_tiles = tl.cdiv(V, BV)
     tile = tl.program_id(0)
@@ -68,69 +106,83 @@ def forward_walk_kernel(
     is_state = tile < value_tiles
     # past V all loads are masked
     first_value = tl.minimum(tile * BV, V) if SUMMARIES else tile * BV
-    w += head_offset(batch_head, T, H, K)
-    u += head_offset(batch_head, T, H, V)
-    end_keys += head_offset(batch_head, T, H, K)
+    keys += key_head_offset(batch_head, T, H, G, K)
+    end_keys += key_head_offset(batch_head, T, H, G, K)
+    v += head_offset(batch_head, T, H, V)
     if OUTPUTS:
-        queries += head_offset(batch_head, T, H, K)
+        queries += key_head_offset(batch_head, T, H, G, K)
         o += head_offset(batch_head, T, H, V)
     if STATES:
         added += head_offset(batch_head, T, H, V)
-    keys = tl.arange(0, BK)
     first_chunk = segment * segment_chunks
     end_chunk = tl.minimum(first_chunk + segment_chunks, num_chunks)
     segment_index = segment * BH + batch_head
     first_row = (tile - value_tiles) * BV
     if SUMMARIES:
         columns = first_row + tl.arange(0, BV)
-        state = tl.where((keys[:, None] == columns[None, :]) & (columns >= 0)[None, :], 1.0, 0.0)
+        is_one = (tl.arange(0, BK)[None, :] == columns[:, None]) & (columns >= 0)[:, None]
+        state = tl.where(is_one, 1.0, 0.0)
     else:
-        pointers, inside = state_pointers(starts, segment_index, K, V, 0, first_value, BK, BV)
+        pointers, inside = _columns_of(starts, segment_index, K, V, first_value, BK, BV)
         state = tl.load(pointers, mask=inside, other=0.0)
 
     for step in range(end_chunk - first_chunk):
         chunk = first_chunk + step
         start = chunk * C
         index = chunk.to(tl.int64) * BH + batch_head
-        weights = load_tile(w, start, T, H, K, 0, C, BK)
-        values = load_tile(u, start, T, H, V, first_value, C, BV)
-        leaving = load_tile(end_keys, start, T, H, K, 0, C, BK)
-        survives = tl.load(survival + index * K + keys, mask=keys < K, other=0.0)
-        before = state.to(weights.dtype)
-        new = (values.to(tl.float32) - tl.dot(weights, before, input_precision=PRECISION)).to(weights.dtype)
+        entering = load_tile(keys, start, T, G, K, 0, C, BK)
+        values = load_tile(v, start, T, H, V, first_value, C, BV)
+        solving = tl.trans(_load_pairs(inverses, index, C))
+        leaving = load_tile(end_keys, start, T, G, K, 0, C, BK) if BY_CHANNEL else entering
+        from_start, to_end, survives = _load_borders(
+            sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
+        )
+        before = state.to(entering.dtype)
+        held = tl.dot(before, tl.trans(entering), input_precision=PRECISION) * -from_start
+        new = tl.dot(tl.trans(values), solving, input_precision=PRECISION)
+        new = tl.dot(held.to(entering.dtype), solving, new, input_precision=PRECISION)
         if STATES:
-            own, within = state_pointers(states, index, K, V, 0, first_value, BK, BV)
+            own = states + index * K * V + ((first_value + tl.arange(0, BV)) * K)[:, None] + tl.arange(0, BK)[None, :]
+            _, within = _columns_of(states, index, K, V, first_value, BK, BV)
             tl.store(own, before, mask=within)
-            store_tile(added, new, start, T, H, V, first_value, C, BV)
+            store_tile(added, tl.trans(new), start, T, H, V, first_value, C, BV)
         if OUTPUTS:
-            seen = tl.dot(load_tile(queries, start, T, H, K, 0, C, BK), before, input_precision=PRECISION)
-            seen = tl.dot(_load_pairs(scores, index, C), new, seen, input_precision=PRECISION)
-            store_tile(o, seen, start, T, H, V, first_value, C, BV)
-        state = tl.dot(tl.trans(leaving), new, state * survives[:, None], input_precision=PRECISION)
+            seen = load_tile(queries, start, T, G, K, 0, C, BK)
+            seen = tl.dot(before, tl.trans(seen), input_precision=PRECISION)
+            seen *= 1.0 if BY_CHANNEL else from_start * scale
+            pairs = tl.trans(_load_pairs(scores, index, C))
+            seen = tl.dot(new.to(entering.dtype), pairs, seen, input_precision=PRECISION)
+            store_tile(o, tl.trans(seen), start, T, H, V, first_value, C, BV)
+        new = (new * to_end).to(entering.dtype)
+        state = tl.dot(new, leaving, state * survives, input_precision=PRECISION)
 
     if SUMMARIES:
         if is_state:
-            pointers, inside = state_pointers(totals, segment_index, K, V, 0, first_value, BK, BV)
+            pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
             tl.store(pointers, state, mask=inside)
         else:
-            pointers, inside = state_pointers(transitions, segment_index, K, K, 0, first_row, BK, BV)
+            pointers, inside = _columns_of(transitions, segment_index, K, K, first_row, BK, BV)
             tl.store(pointers, state, mask=inside)
 
 
 @triton.jit
 def reverse_walk_kernel(
-    w,  # [B, T, H, K]
-    end_keys,  # [B, T, H, K]
-    survival,  # [N, B, H, K] fp32
-    queries,  # [B, T, H, K]
-    scores,  # [N, B, H, C, C]
+    keys,  # [B, T, G, K]: k, or k̄ with BY_CHANNEL
+    end_keys,  # [B, T, G, K]: k̃, read with BY_CHANNEL
+    queries,  # [B, T, G, K]: q, or scale · q̄ with BY_CHANNEL
+    sums,  # [B, H, T] fp32; with BY_CHANNEL survival, [N, B, H, K] fp32
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    inverses,  # [N, B, H, C, C]: F
+    scores,  # [N, B, H, C, C]: P
     do,  # [B, T, H, V]
     ends,  # [J, B, H, K, V] fp32: true gradients at the segments' ends, read with STATES
     totals,  # [J, B, H, K, V] fp32, written unless STATES: gradients before the segments, from 0
-    grads,  # [N, B, H, K, V], written with STATES: true gradients of the states after the chunks
-    of_added,  # [B, T, H, V], written with STATES: dN
+    grads,  # [N, B, H, V, K], written with STATES: true gradients of the states after the chunks, transposed
+    dv,  # [B, T, H, V], written with STATES
+    scale,
     T,
     H: tl.constexpr,
+    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BH,
@@ -139,6 +191,8 @@ def reverse_walk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     STATES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -146,41 +200,102 @@ def reverse_walk_kernel(
     first_value = tl.program_id(0) * BV
     batch_head = tl.program_id(1)
     segment = tl.program_id(2)
-    w += head_offset(batch_head, T, H, K)
-    end_keys += head_offset(batch_head, T, H, K)
-    queries += head_offset(batch_head, T, H, K)
+    keys += key_head_offset(batch_head, T, H, G, K)
+    end_keys += key_head_offset(batch_head, T, H, G, K)
+    queries += key_head_offset(batch_head, T, H, G, K)
     do += head_offset(batch_head, T, H, V)
-    keys = tl.arange(0, BK)
     first_chunk = segment * segment_chunks
     end_chunk = tl.minimum(first_chunk + segment_chunks, num_chunks)
     segment_index = segment * BH + batch_head
     if STATES:
-        of_added += head_offset(batch_head, T, H, V)
-        pointers, inside = state_pointers(ends, segment_index, K, V, 0, first_value, BK, BV)
+        dv += head_offset(batch_head, T, H, V)
+        pointers, inside = _columns_of(ends, segment_index, K, V, first_value, BK, BV)
         grad = tl.load(pointers, mask=inside, other=0.0)
     else:
-        grad = tl.zeros([BK, BV], tl.float32)
+        grad = tl.zeros([BV, BK], tl.float32)
 
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step
         start = chunk * C
         index = chunk.to(tl.int64) * BH + batch_head
-        weights = load_tile(w, start, T, H, K, 0, C, BK)
-        leaving = load_tile(end_keys, start, T, H, K, 0, C, BK)
-        seen = load_tile(queries, start, T, H, K, 0, C, BK)
-        output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
+        entering = load_tile(keys, start, T, G, K, 0, C, BK)
+        leaving = load_tile(end_keys, start, T, G, K, 0, C, BK) if BY_CHANNEL else entering
+        seen = load_tile(queries, start, T, G, K, 0, C, BK)
+        output_grads = tl.trans(load_tile(do, start, T, H, V, first_value, C, BV))
+        solving = _load_pairs(inverses, index, C)
         pairs = _load_pairs(scores, index, C)
-        survives = tl.load(survival + index * K + keys, mask=keys < K, other=0.0)
-        after = grad.to(weights.dtype)
-        new = tl.dot(tl.trans(pairs), output_grads, input_precision=PRECISION)
-        new = tl.dot(leaving, after, new, input_precision=PRECISION)
+        from_start, to_end, survives = _load_borders(
+            sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
+        )
+        after = grad.to(entering.dtype)
+        new = tl.dot(after, tl.trans(leaving), input_precision=PRECISION) * to_end
+        new = tl.dot(output_grads, pairs, new, input_precision=PRECISION)
+        solved = tl.dot(new.to(entering.dtype), solving, input_precision=PRECISION)
         if STATES:
-            own, within = state_pointers(grads, index, K, V, 0, first_value, BK, BV)
+            own = grads + index * K * V + ((first_value + tl.arange(0, BV)) * K)[:, None] + tl.arange(0, BK)[None, :]
+            _, within = _columns_of(grads, index, K, V, first_value, BK, BV)
             tl.store(own, after, mask=within)
-            store_tile(of_added, new, start, T, H, V, first_value, C, BV)
-        grad = tl.dot(tl.trans(seen), output_grads, grad * survives[:, None], input_precision=PRECISION)
-        grad = tl.dot(tl.trans(weights), (-new).to(weights.dtype), grad, input_precision=PRECISION)
+            store_tile(dv, tl.trans(solved), start, T, H, V, first_value, C, BV)
+        if not BY_CHANNEL:
+            output_grads = (output_grads.to(tl.float32) * (from_start * scale)).to(entering.dtype)
+        grad = tl.dot(output_grads, seen, grad * survives, input_precision=PRECISION)
+        grad = tl.dot((solved * -from_start).to(entering.dtype), entering, grad, input_precision=PRECISION)
 
     if not STATES:
-        pointers, inside = state_pointers(totals, segment_index, K, V, 0, first_value, BK, BV)
+        pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
         tl.store(pointers, grad, mask=inside)
+
+
+@triton.jit
+def join_kernel(
+    start,  # [B, H, K, V] fp32, read with STARTS
+    states,  # [J, B, H, K, V] fp32: of segments, from 0
+    transitions,  # [J, B, H, K, K] fp32
+    found,  # [J, B, H, K, V] fp32, written
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    num_segments,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STARTS: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program joins BV columns of the segments of one head, BC rows at a time; K <= BK.
+
+    With STARTS, states before the segments, the first of which is `start`; else after them, from 0. REVERSE: from the
+    last segment on, with transposed transitions.
+    """
+    first_value = tl.program_id(0) * BV
+    batch_head = tl.program_id(1)
+    stride: tl.constexpr = -1 if REVERSE else 1
+    segment = num_segments - 1 if REVERSE else 0
+    pointers, inside = state_pointers(states, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
+    if STARTS:
+        pointers, _ = state_pointers(start, batch_head, K, V, 0, first_value, BK, BV)
+    state = tl.load(pointers, mask=inside, other=0.0)
+    pointers, _ = state_pointers(found, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
+    tl.store(pointers, state, mask=inside)
+    for _ in range(num_segments - 1):
+        known = segment * BH + batch_head
+        segment += stride
+        index = segment * BH + batch_head
+        source = known if STARTS else index
+        pointers, _ = state_pointers(states, source, K, V, 0, first_value, BK, BV)
+        state = tl.load(pointers, mask=inside, other=0.0)
+        # all threads' stores of the state known, before they load its rows
+        tl.debug_barrier()
+        for first in range(0, K, BC):
+            of_rows, covered = state_pointers(found, known, K, V, first, first_value, BC, BV)
+            rows = tl.load(of_rows, mask=covered, other=0.0)
+            if REVERSE:
+                of_transition, within = state_pointers(transitions, source, K, K, first, 0, BC, BK)
+                transition = tl.trans(tl.load(of_transition, mask=within, other=0.0))
+            else:
+                of_transition, within = state_pointers(transitions, source, K, K, 0, first, BK, BC)
+                transition = tl.load(of_transition, mask=within, other=0.0)
+            state = tl.dot(transition, rows, state, input_precision=PRECISION)
+        pointers, _ = state_pointers(found, index, K, V, 0, first_value, BK, BV)
+        tl.store(pointers, state, mask=inside)
