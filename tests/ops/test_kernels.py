@@ -37,8 +37,8 @@ SHORT = (("programs", 264), ("span", 2), ("chunk", 32))
 SHORTEST = (("programs", 264), ("span", 2), ("chunk", 16))
 ONE_SEGMENT = (("programs", 1), ("span", 2))
 # All chunks at once, from stored states: tiles of K and V, half a chunk a program, two heads of a group a program.
-_TILES = {name: TileOptions(16, 16, 4, 1) for name in ("outputs", "query_grads", "value_grads", "key_grads")}
-BY_CHUNKS = (("states", TileOptions(32, 16, 4, 1)), *_TILES.items(), ("rows", 16), ("chunk", 32), ("span", 2))
+_TILES = {name: TileOptions(16, 16, 4, 1) for name in ("outputs", "value_grads", "grads")}
+BY_CHUNKS = (("states", TileOptions(32, 16, 4, 1)), *_TILES.items(), ("chunk", 32), ("span", 2))
 BORDERS = (0, 40, 64, 65, 100)
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
