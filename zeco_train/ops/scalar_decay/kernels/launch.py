@@ -7,10 +7,9 @@ Forward                                                        Backward
 
 Scores and the states of chunks are kept nowhere: each walk over a segment computes its own, in registers. Or, where
 that is faster and for all head dims beyond 256, a walk writes the states to a buffer of this pass, and all chunks are
-computed at once from them (`ScalarDecayTuning.states`); then the backward scan hides those states in place of dq, which
-is computed together with dk. Of the forward pass the true states at segments' starts are
-saved, in place of R, and the decays' sums inside chunks in place of g. The kernels also run on a CPU under Triton's
-interpreter, in fp32.
+computed at once from them (`ScalarDecayTuning.states`); the scan over ranks then hides the states in place of dq, which
+one kernel computes with dk. Of the forward pass the true states at segments' starts are saved, in place of R, and the
+decays' sums inside chunks in place of g. The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums, but `chunk` and `span` also between which products bf16 rounds.
 """
@@ -91,7 +90,6 @@ KEPT: dict[Key, ScalarDecayTuning] = {
 }
 
 _OPTIONS = KeptOptions("kernels of scalar decays", KEPT)
-find = _OPTIONS.find
 # Of V up to 64 as in Mamba-2, measured for K 128: 0.93 of the time with those above, but 1.4 times as long with V 128.
 _FEW_VALUES = 64
 _OF_FEW_VALUES = ScalarDecayTuning(
@@ -133,9 +131,8 @@ _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
 class DecayTerms(NamedTuple):
     """What dq leaves for dg (`zeco_train.ops.scalar_decay.kernels.walk`), or dk; the last two only of dk."""
 
-    # S in the dtype of the tokens: [N / span, B, H, V, K], which the walk of dq writes for that of dk; by chunks the
-    # `true_states`, [N + 1, B, H, K, V].
-    borders: Tensor
+    # S in the dtype of the tokens, [N / span, B, H, V, K], which the walk of dq writes for that of dk; not by chunks
+    borders: Tensor | None
     sums: Tensor  # [tiles, B, H, T] fp32, q · dq or k · dk
     state_sums: Tensor | None = None  # [tiles, B, H, T] fp32, k · dk from the state
     boundary_terms: Tensor | None = None  # [tiles, N / span, B, H] fp32, <S, dS>
@@ -278,7 +275,7 @@ class ScalarDecayKernels(SegmentKernels):
         dq, dk = sum_heads(dq, self.G), sum_heads(dk, self.G)
         if of_pairs is None or of_state is None:
             return dq, dk, dv, None
-        terms = DecayTerms(states, of_pairs), DecayTerms(states, of_state, of_state, boundary_terms)
+        terms = DecayTerms(None, of_pairs), DecayTerms(None, of_state, of_state, boundary_terms)
         return dq, dk, dv, self._decay_grads(*terms)
 
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
