@@ -22,6 +22,7 @@ from tests.support.positions import position_of
 from zeco_train.ops.kept import TileOptions
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
+from zeco_train.ops.operator import Target, assume
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
@@ -35,9 +36,9 @@ FEW, MANY, LONG = (("programs", 4),), (("joining", 0.1), ("programs", 264)), (("
 SHORT = (("programs", 264), ("span", 2), ("chunk", 32))
 SHORTEST = (("programs", 264), ("span", 2), ("chunk", 16))
 ONE_SEGMENT = (("programs", 1), ("span", 2))
-# All chunks at once, from stored states: tiles of K and V, half a chunk a program, two heads of a group a program.
-_TILES = {name: TileOptions(16, 16, 4, 1) for name in ("outputs", "query_grads", "value_grads", "key_grads")}
-BY_CHUNKS = (("states", TileOptions(32, 16, 4, 1)), *_TILES.items(), ("rows", 16), ("chunk", 32), ("span", 2))
+# All chunks at once, from stored states: tiles of K and V, two heads of a group a program.
+_TILES = {name: TileOptions(16, 16, 4, 1) for name in ("outputs", "value_grads", "grads")}
+BY_CHUNKS = (("states", TileOptions(32, 16, 4, 1)), *_TILES.items(), ("chunk", 32), ("span", 2))
 BORDERS = (0, 40, 64, 65, 100)
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
@@ -75,14 +76,14 @@ SMALL = {
         40,
         (1, 2, 4, 8, 24),
         documents=(0, 20),
-        changes=(*BY_CHUNKS, ("programs", 1), ("walks_forward", True)),
+        changes=(*BY_CHUNKS, ("programs", 1), ("walks_forward", True), ("grads", TileOptions(16, 32, 4, 1))),
     ),
     "fixed, by chunks": KernelCase("fixed_decay", 40, (1, 2, 2, 40, 72), changes=(*BY_CHUNKS, ("programs", 264))),
     "scalar, by chunks, sums of heads": KernelCase(
         "scalar_decay", 70, (2, 1, 4, 40, 24), changes=(*BY_CHUNKS, ("chunk", 16), ("programs", 16))
     ),
     "scalar, by chunks, documents": KernelCase(
-        "scalar_decay", 270, documents=(0, 70, 128, 129, 200), changes=(*BY_CHUNKS, ("programs", 264))
+        "scalar_decay", 270, (1, 1, 1, 16, 40), 0.2, (0, 70, 128, 129, 200), changes=(*BY_CHUNKS, ("programs", 264))
     ),
     "scalar, by chunks, strong decays": KernelCase("scalar_decay", 140, rate=50.0, changes=BY_CHUNKS),
     "scalar, by chunks, no decay": KernelCase("scalar_decay", 140, rate=0.0, changes=BY_CHUNKS),
@@ -206,27 +207,11 @@ def test_some_chunks_of_a_case_are_mild_and_some_are_not() -> None:
     assert bool((farthest > 60).any(0).all())
 
 
-FINDS = {
-    "gla": "zeco_train.ops.gla.kernels.launch:find",
-    **dict.fromkeys(("scalar_decay", "fixed_decay"), "zeco_train.ops.scalar_decay.kernels.launch:find"),
-    **dict.fromkeys(DELTA, "zeco_train.ops.delta.kernels.launch:find"),
-}
-
-
 def compiled(rank: int, world_size: int, capability: int, dtype: torch.dtype, case: KernelCase) -> dict[str, int]:
     """Shared memory of each kernel, compiled for a GPU that this machine need not have."""
     tensors = case.tensors(dtype, CPU)
-    with compiling(capability) as found:
-        if case.operator in FINDS:
-            # Kernels of scalar decays alone have other options for wide values.
-            largest = case.sizes[3] if case.operator in ("gla", *DELTA) else max(case.sizes[3:])
-            kept = resolve_name(FINDS[case.operator])(divmod(capability, 10), dtype, largest)
-            cuda = OPERATORS[case.operator].cuda
-            assert cuda is not None
-            with mock.patch.object(resolve_name(cuda.partition(":")[0]), "options_for", return_value=kept):
-                case.found(tensors)
-        else:
-            case.found(tensors)
+    with compiling(capability) as found, assume(Target("cuda", divmod(capability, 10))):
+        case.found(tensors)
     return found
 
 

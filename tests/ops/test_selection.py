@@ -139,7 +139,7 @@ def test_options_of_published_shapes_are_those_measured() -> None:
     }
     found = {name: by_chunks(*shape) for name, shape in shapes.items()}
     backward, both, neither = (False, True), (True, True), (False, False)
-    expected = [backward, backward, both, both, both, both, neither, neither, neither]
+    expected = [backward, backward, both, backward, backward, both, neither, neither, neither]
     assert found == dict(zip(shapes, expected, strict=True))
 
 

@@ -1,13 +1,12 @@
-"""All chunks at once, from the states at their boundaries: o, dq, dk and dv.
+"""All chunks at once, from the states at their boundaries: o, and dq, dk and dv.
 
 The same sums as of a walk (`zeco_train.ops.scalar_decay.kernels.walk`), for the letters of its table:
 
     y_i = scale · Σ_j L_ij (x_i · w_j) z_j         tokens of the same chunk as they are, all others by the state Σ w zᵀ
 
-A program computes some rows of a chunk and BW columns of y; x, w and the state are read BD columns at a time, so that
-head dims have no limit. Where heads share z, as they share queries and keys, one program adds up their y in the order
-of heads; where they share x and w, `shared_kernel` computes their products once for o and dv. `states_kernel` of the
-walks writes the states.
+`chunks_kernel` computes BW columns of o or dv of a chunk; `grads_kernel` dq, dk and, of K <= BK, dv, which share what
+they read and both matrices of pairs. Where heads share keys, one program computes the products of queries and keys once
+for several heads, and adds up dq and dk in their order. `states_kernel` of the walks writes the states.
 """
 
 from __future__ import annotations
@@ -15,177 +14,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_tile, state_pointers, store_tile
-from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums, load_sums_of
+from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, state_pointers, store_tile
+from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
 
 
 @triton.jit
-def _load_state(states, index, D, W, first, first_column, BD: tl.constexpr, BW: tl.constexpr, TURNED: tl.constexpr):
-    """[BD, BW] of a state, or with TURNED of its transpose."""
-    if TURNED:
-        pointers, inside = state_pointers(states, index, W, D, first_column, first, BW, BD)
-        return tl.trans(tl.load(pointers, mask=inside, other=0.0))
-    pointers, inside = state_pointers(states, index, D, W, first, first_column, BD, BW)
+def _load_state(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
+    pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def _load_decays(decays, batch_head, start, rows, T, H, C: tl.constexpr, FIXED: tl.constexpr):
-    """Of a head: its `load_sums`, and the sums of these rows."""
+def _load_decays(
+    decays, documents, batch_head, start, T, H,
+    C: tl.constexpr, REVERSE: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Of a head and a chunk: decays between tokens, [C, C], since the state before it, and until the one after it."""
     rate = load_rate(decays, batch_head, H, FIXED)
     sums, last = load_sums(decays, rate, batch_head, start, T, C, FIXED)
-    return sums, last, load_sums_of(decays, rate, batch_head, start, rows, T, C, FIXED)
-
-
-@triton.jit
-def _load_documents(doc_ids, start, rows, T, C: tl.constexpr, REVERSE: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Documents of these rows, of all tokens of their chunk, and of the state that they see."""
-    own = rows
-    others = tl.arange(0, C)
-    border = start
+    rows = tl.arange(0, C)
+    visible = rows[:, None] <= rows[None, :] if REVERSE else rows[:, None] >= rows[None, :]
+    exponents = sums[None, :] - sums[:, None] if REVERSE else sums[:, None] - sums[None, :]
+    from_state, from_grad = decay(sums), decay(last - sums)
     if DOCUMENTS:
-        own = tl.load(doc_ids + start + own, mask=start + own < T, other=-1)
-        others = tl.load(doc_ids + start + others, mask=start + others < T, other=-1)
-        if REVERSE:
-            border = tl.load(doc_ids + tl.minimum(start + C, T) - 1)
-        else:
-            border = tl.load(doc_ids + start - 1, mask=start > 0, other=0)
-    return own, others, border
-
-
-@triton.jit
-def _factors(
-    sums, last, own_sums, rows, documents, scale, C: tl.constexpr, REVERSE: tl.constexpr, DOCUMENTS: tl.constexpr
-):
-    """Of pairs of tokens, [ROWS, C], and of what each row sees of the state."""
-    # Adds 0, as log-decays are at most 0: masks of pairs that do not change from head to head would be computed
-    # before the loop, and take more registers than there are.
-    rows += (last > 1.0).to(tl.int32)
-    columns = tl.arange(0, C)
-    visible = rows[:, None] <= columns[None, :] if REVERSE else rows[:, None] >= columns[None, :]
-    exponents = sums[None, :] - own_sums[:, None] if REVERSE else own_sums[:, None] - sums[None, :]
-    from_state = decay(last - own_sums) if REVERSE else decay(own_sums) * scale
-    if DOCUMENTS:
-        own, others, border = documents[0], documents[1], documents[2]
-        own += (last > 1.0).to(tl.int32)
-        visible = visible & (own[:, None] == others[None, :])
-        from_state = tl.where(own == border, from_state, 0.0)
-    return decay(tl.where(visible, exponents, float("-inf"))) * scale, from_state
-
-
-@triton.jit
-def _row_sums(query, other, state, PRECISION: tl.constexpr):
-    """The sums of other ⊙ (query · state) along rows; thus other need not lie in registers beside the product."""
-    return tl.sum(query.to(tl.float32) * tl.dot(other, tl.trans(state), input_precision=PRECISION), axis=1)
+        own, before, end = documents[0], documents[1], documents[2]
+        visible = visible & (own[:, None] == own[None, :])
+        from_state = tl.where(own == before, from_state, 0.0)
+        from_grad = tl.where(own == end, from_grad, 0.0)
+    return decay(tl.where(visible, exponents, float("-inf"))), from_state, from_grad
 
 
 @triton.jit
 def chunks_kernel(
-    queries,  # [B, T, QUERY_HEADS, D]: x
-    keys,  # [B, T, QUERY_HEADS, D]: w
-    values,  # [B, T, VALUE_HEADS, W]: z
-    extra,  # [B, T, VALUE_HEADS, W]: q for dq, k for dk, read with TERMS
-    decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
-    doc_ids,  # [T] int32, read with DOCUMENTS
-    states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks, or in reverse their gradients
-    outputs,  # [B, T, H / HEADS, W], written
-    row_sums,  # [W / BW, B, H, T] fp32, written with TERMS: of extra ⊙ a head's outputs, over these columns
-    row_state_sums,  # [W / BW, B, H, T] fp32, written with TERMS in reverse: of those outputs' part from the state
-    scale,
-    T,
-    H: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BH,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BD: tl.constexpr,
-    BW: tl.constexpr,
-    HEADS: tl.constexpr,
-    TURNED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    TERMS: tl.constexpr,
-    FIXED: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One program computes [ROWS, BW] of one chunk, the sum over HEADS heads of one group.
-
-    TURNED: the state here is the transpose of the one in `states`.
-    """
-    tiles: tl.constexpr = (W + BW - 1) // BW
-    tile = tl.program_id(0) % tiles
-    first_column = tile * BW
-    block = tl.program_id(0) // tiles
-    chunk = block // (C // ROWS)
-    start = chunk * C
-    offset = (block % (C // ROWS)) * ROWS
-    first_row = start + offset
-    head_set = tl.program_id(1)
-    first_head = head_set * HEADS
-    values += key_head_offset(first_head, T, H, VALUE_HEADS, W)
-    outputs += head_offset(head_set, T, H // HEADS, W)
-    rows = offset + tl.arange(0, ROWS)
-    documents = _load_documents(doc_ids, start, rows, T, C, REVERSE, DOCUMENTS)
-    if TERMS:
-        extra += key_head_offset(first_head, T, H, VALUE_HEADS, W)
-        other = load_tile(extra, first_row, T, VALUE_HEADS, W, first_column, ROWS, BW)
-    total = tl.zeros([ROWS, BW], tl.float32)
-    if HEADS > 1 or TERMS:
-        value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
-    for number in range(HEADS):
-        batch_head = first_head + number
-        sums, last, own_sums = _load_decays(decays, batch_head, start, rows, T, H, C, FIXED)
-        offset_of_head = key_head_offset(batch_head, T, H, QUERY_HEADS, D)
-        index = (chunk + 1 if REVERSE else chunk).to(tl.int64) * BH + batch_head
-        weights = tl.zeros([ROWS, C], tl.float32)
-        carried = tl.zeros([ROWS, BW], tl.float32)
-        of_state = tl.zeros([ROWS], tl.float32)
-        if D <= BD:
-            query = load_tile(queries + offset_of_head, first_row, T, QUERY_HEADS, D, 0, ROWS, BD)
-            key = load_tile(keys + offset_of_head, start, T, QUERY_HEADS, D, 0, C, BD)
-            state = _load_state(states, index, D, W, 0, first_column, BD, BW, TURNED)
-            weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        else:
-            for first in range(0, D, BD):
-                query = load_tile(queries + offset_of_head, first_row, T, QUERY_HEADS, D, first, ROWS, BD)
-                key = load_tile(keys + offset_of_head, start, T, QUERY_HEADS, D, first, C, BD)
-                state = _load_state(states, index, D, W, first, first_column, BD, BW, TURNED)
-                weights = tl.dot(query, tl.trans(key), weights, input_precision=PRECISION)
-                carried = tl.dot(query, state, carried, input_precision=PRECISION)
-                if TERMS:
-                    of_state += _row_sums(query, other, state, PRECISION)
-        of_pairs, from_state = _factors(sums, last, own_sums, rows, documents, scale, C, REVERSE, DOCUMENTS)
-        weights *= of_pairs
-        if TERMS:
-            # Anew for each head, by a sum that only seems to depend on it: the compiler would otherwise keep them in
-            # registers, of which there are too few.
-            pairs = tl.dot(other, tl.trans(value), weights * 0.0, input_precision=PRECISION)
-            row_sum = tl.sum(pairs * weights, axis=1)
-            if D <= BD:
-                of_state = _row_sums(query, other, state, PRECISION)
-            of_state *= from_state
-            place = (tile * BH + batch_head).to(tl.int64) * T + start + rows
-            tl.store(row_sums + place, row_sum + of_state, mask=start + rows < T)
-            if REVERSE:
-                tl.store(row_state_sums + place, of_state, mask=start + rows < T)
-        if D <= BD:
-            # Only now: each product is added up before the next, so that few lie in registers at once.
-            carried = tl.dot(query, state, input_precision=PRECISION)
-        total += carried * from_state[:, None]
-        if HEADS == 1 and not TERMS:
-            value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
-        total = tl.dot(weights.to(value.dtype), value, total, input_precision=PRECISION)
-    store_tile(outputs, total, first_row, T, H // HEADS, W, first_column, ROWS, BW)
-
-
-@triton.jit
-def shared_kernel(
-    queries,  # [B, T, G, D]: x
-    keys,  # [B, T, G, D]: w
-    values,  # [B, T, H, W]: z
+    queries,  # [B, T, G, D]: q, or k in reverse
+    keys,  # [B, T, G, D]: k, or q in reverse
+    values,  # [B, T, H, W]: v, or do in reverse
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N + 1, B, H, D, W]: true states at the boundaries of chunks, or in reverse their gradients
@@ -198,7 +61,6 @@ def shared_kernel(
     W: tl.constexpr,
     BH,
     C: tl.constexpr,
-    ROWS: tl.constexpr,
     BD: tl.constexpr,
     BW: tl.constexpr,
     HEADS: tl.constexpr,
@@ -207,27 +69,161 @@ def shared_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes [ROWS, BW] of one chunk for HEADS heads that share x, w and their products; D <= BD."""
+    """One program computes BW columns of one chunk for HEADS heads of one group: one, or D <= BD."""
     tiles: tl.constexpr = (W + BW - 1) // BW
     first_column = (tl.program_id(0) % tiles) * BW
-    block = tl.program_id(0) // tiles
-    chunk = block // (C // ROWS)
+    chunk = tl.program_id(0) // tiles
     start = chunk * C
-    offset = (block % (C // ROWS)) * ROWS
     first_head = tl.program_id(1) * HEADS
-    rows = offset + tl.arange(0, ROWS)
-    documents = _load_documents(doc_ids, start, rows, T, C, REVERSE, DOCUMENTS)
+    documents = load_doc_ids(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
     of_group = key_head_offset(first_head, T, H, G, D)
-    query = load_tile(queries + of_group, start + offset, T, G, D, 0, ROWS, BD)
-    products = tl.dot(query, tl.trans(load_tile(keys + of_group, start, T, G, D, 0, C, BD)), input_precision=PRECISION)
-    for number in range(HEADS):
+    if D <= BD:
+        query = load_tile(queries + of_group, start, T, G, D, 0, C, BD)
+        key = load_tile(keys + of_group, start, T, G, D, 0, C, BD)
+        products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    # Nothing is computed before the loop for all of its rounds, here and below: it would not fit into registers.
+    for number in tl.range(HEADS, disable_licm=True):
         batch_head = first_head + number
-        sums, last, own_sums = _load_decays(decays, batch_head, start, rows, T, H, C, FIXED)
-        value = load_tile(values + head_offset(batch_head, T, H, W), start, T, H, W, first_column, C, BW)
+        of_head = head_offset(batch_head, T, H, W)
         index = (chunk + 1 if REVERSE else chunk).to(tl.int64) * BH + batch_head
-        state = _load_state(states, index, D, W, 0, first_column, BD, BW, False)
-        of_pairs, from_state = _factors(sums, last, own_sums, rows, documents, scale, C, REVERSE, DOCUMENTS)
-        carried = tl.dot(query, state, input_precision=PRECISION) * from_state[:, None]
-        result = tl.dot((products * of_pairs).to(value.dtype), value, carried, input_precision=PRECISION)
-        target = outputs + head_offset(batch_head, T, H, W)
-        store_tile(target, result, start + offset, T, H, W, first_column, ROWS, BW)
+        if D <= BD:
+            value = load_tile(values + of_head, start, T, H, W, first_column, C, BW)
+            state = _load_state(states, index, D, W, 0, first_column, BD, BW)
+        else:
+            products = tl.zeros([C, C], tl.float32)
+            carried = tl.zeros([C, BW], tl.float32)
+            for first in range(0, D, BD):
+                query = load_tile(queries + of_group, start, T, G, D, first, C, BD)
+                key = load_tile(keys + of_group, start, T, G, D, first, C, BD)
+                state = _load_state(states, index, D, W, first, first_column, BD, BW)
+                products = tl.dot(query, tl.trans(key), products, input_precision=PRECISION)
+                carried = tl.dot(query, state, carried, input_precision=PRECISION)
+        factors, from_state, from_grad = _load_decays(
+            decays, documents, batch_head, start, T, H, C, REVERSE, FIXED, DOCUMENTS
+        )
+        if D <= BD:
+            carried = tl.dot(query, state, input_precision=PRECISION)
+        else:
+            value = load_tile(values + of_head, start, T, H, W, first_column, C, BW)
+        carried *= (from_grad if REVERSE else from_state * scale)[:, None]
+        weights = (products * (factors * scale)).to(value.dtype)
+        result = tl.dot(weights, value, carried, input_precision=PRECISION)
+        store_tile(outputs + of_head, result, start, T, H, W, first_column, C, BW)
+
+
+@triton.jit
+def _split_product(x, y, always, PRECISION: tl.constexpr):
+    """Compute x · y, [M, N], by parts of it for eight warps.
+
+    Where a product enters another one and M is 64, Triton has four warps repeat the work of the others, but it does not
+    see through a condition. In a pipelined loop the result must be used, not only carried: else Triton 3.6 moves the
+    condition behind the loads of the next round, into the same memory.
+    """
+    total = tl.zeros([x.shape[0], y.shape[1]], tl.float32)
+    if always:
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def grads_kernel(
+    queries,  # [B, T, G, K]
+    keys,  # [B, T, G, K]
+    values,  # [B, T, H, V]
+    output_grads,  # [B, T, H, V]
+    decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks
+    state_grads,  # [N + 1, B, H, K, V]: their gradients
+    dq,  # [B, T, H / HEADS, K], written, as are all that follow
+    dk,  # [B, T, H / HEADS, K]
+    dv,  # [B, T, H, V], of K <= BK
+    pair_sums,  # [K / BK, B, H, T] fp32, with TERMS: q · dq − k · dk over these columns, of the latter the chunk's part
+    state_sums,  # [K / BK, B, H, T] fp32, with TERMS: k · dk from dS, over these columns
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HEADS: tl.constexpr,
+    TERMS: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program computes BK columns of dq and dk of one chunk, and if those are all dv, for HEADS heads of one group.
+
+    What pairs add to q · dq and to k · dk are row and column sums of one matrix. dq and dk are transposed here: with
+    their K rows, a product is no less than eight warps need.
+    """
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile = tl.program_id(0) % tiles
+    first_key = tile * BK
+    chunk = tl.program_id(0) // tiles
+    start = chunk * C
+    head_set = tl.program_id(1)
+    first_head = head_set * HEADS
+    documents = load_doc_ids(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
+    of_group = key_head_offset(first_head, T, H, G, K)
+    dq += head_offset(head_set, T, H // HEADS, K)
+    dk += head_offset(head_set, T, H // HEADS, K)
+    query = load_tile(queries + of_group, start, T, G, K, first_key, C, BK)
+    key = load_tile(keys + of_group, start, T, G, K, first_key, C, BK)
+    products = _split_product(query, tl.trans(key), start < T, PRECISION) * scale
+    # dq and dk are multiplied by the scale at last, but dS contains it.
+    inverse = tl.where(scale == 0.0, 0.0, 1.0 / scale)
+    query_grad = tl.zeros([BK, C], tl.float32)
+    key_grad = tl.zeros([BK, C], tl.float32)
+    for number in tl.range(HEADS, disable_licm=True):
+        batch_head = first_head + number
+        of_head = head_offset(batch_head, T, H, V)
+        index = chunk.to(tl.int64) * BH + batch_head
+        factors, from_state, from_grad = _load_decays(
+            decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS
+        )
+        weights = tl.trans((products * factors).to(query.dtype))
+        pairs = tl.zeros([C, C], tl.float32)
+        of_pairs = tl.zeros([C], tl.float32)
+        of_state = tl.zeros([C], tl.float32)
+        for first in tl.range(0, V, BV, disable_licm=True):
+            value = load_tile(values + of_head, start, T, H, V, first, C, BV)
+            grad = load_tile(output_grads + of_head, start, T, H, V, first, C, BV)
+            state = _load_state(states, index, K, V, first_key, first, BK, BV)
+            state_grad = _load_state(state_grads, index + BH, K, V, first_key, first, BK, BV)
+            if V <= BV:
+                pairs = _split_product(grad, tl.trans(value), start < T, PRECISION)
+            else:
+                pairs = tl.dot(grad, tl.trans(value), pairs, input_precision=PRECISION)
+            carried = tl.dot(key, state_grad, input_precision=PRECISION)
+            if TERMS:
+                of_state += tl.sum(value.to(tl.float32) * carried, axis=1)
+            if K <= BK:
+                # no sum that Triton could move into the product
+                result = tl.dot(weights, grad, input_precision=PRECISION)
+                result = tl.fma(carried, tl.broadcast_to(from_grad[:, None], [C, BV]), result)
+                store_tile(dv + of_head, result, start, T, H, V, first, C, BV)
+            if TERMS:
+                carried = tl.dot(query, state, input_precision=PRECISION)
+                of_pairs += tl.sum(grad.to(tl.float32) * carried, axis=1)
+            weighted = (grad.to(tl.float32) * from_state[:, None]).to(grad.dtype)
+            query_grad = tl.dot(state, tl.trans(weighted), query_grad, input_precision=PRECISION)
+            weighted = (value.to(tl.float32) * (from_grad * inverse)[:, None]).to(value.dtype)
+            key_grad = tl.dot(state_grad, tl.trans(weighted), key_grad, input_precision=PRECISION)
+        pairs *= factors
+        if TERMS:
+            both = pairs * products
+            of_pairs = of_pairs * (from_state * scale) + tl.sum(both, axis=1) - tl.sum(both, axis=0)
+            rows = tl.arange(0, C)
+            place = (tile * BH + batch_head).to(tl.int64) * T + start + rows
+            tl.store(pair_sums + place, of_pairs, mask=rows < T - start)
+            tl.store(state_sums + place, of_state * from_grad, mask=rows < T - start)
+        pairs = pairs.to(query.dtype)
+        query_grad = tl.dot(tl.trans(key), tl.trans(pairs), query_grad, input_precision=PRECISION)
+        key_grad = tl.dot(tl.trans(query), pairs, key_grad, input_precision=PRECISION)
+    store_tile(dq, tl.trans(query_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
+    store_tile(dk, tl.trans(key_grad * scale), start, T, H // HEADS, K, first_key, C, BK)

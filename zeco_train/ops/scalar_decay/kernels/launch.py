@@ -7,9 +7,9 @@ Forward                                                        Backward
 
 Scores and the states of chunks are kept nowhere: each walk over a segment computes its own, in registers. Or, where
 that is faster and for all head dims beyond 256, a walk writes the states to a buffer of this pass, and all chunks are
-computed at once from them (`ScalarDecayTuning.states`). Of the forward pass the true states at segments' starts are
-saved, in place of R, and the decays' sums inside chunks in place of g. The kernels also run on a CPU under Triton's
-interpreter, in fp32.
+computed at once from them (`ScalarDecayTuning.states`); the scan over ranks then hides the states in place of dq, which
+one kernel computes with dk. Of the forward pass the true states at segments' starts are saved, in place of R, and the
+decays' sums inside chunks in place of g. The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums, but `chunk` and `span` also between which products bf16 rounds.
 """
@@ -29,7 +29,7 @@ from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segment
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
-from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, shared_kernel
+from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, grads_kernel
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
@@ -45,13 +45,13 @@ class ScalarDecayTuning:
 
     Attributes:
         outputs, query_grads, value_grads, key_grads: of the kernels of o, dq, dv, dk.
+        grads: by chunks, of the kernel of dq, dk and dv; dv has a kernel of its own where K is beyond its tile.
         chunk: C, tokens of a chunk.
         span: chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error
             is 3e-3 for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
         programs: number of programs that saturates the chip, all at once.
         states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
             at once; None: walks compute outputs and gradients, each with states of its own.
-        rows: tokens of a chunk that one program computes then.
         walks_forward: outputs are computed by walks all the same.
     """
 
@@ -60,12 +60,12 @@ class ScalarDecayTuning:
     query_grads: TileOptions = _WALK
     value_grads: TileOptions = _WALK
     key_grads: TileOptions = _WALK
+    grads: TileOptions = TileOptions(128, 64, 8, 3)
     join: TileOptions = TileOptions(64, 64, 4, 1)
     chunk: int = 64
     span: int = 4
     programs: int = 264
     states: TileOptions | None = None
-    rows: int = 64
     walks_forward: bool = False
 
 
@@ -73,22 +73,16 @@ def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs:
     return ScalarDecayTuning(summaries, walk, walk, walk, walk, chunk=chunk, programs=programs)
 
 
-def _by_chunks(
-    states: TileOptions, grads: TileOptions, outputs: TileOptions, chunk: int = 64, rows: int = 64
-) -> ScalarDecayTuning:
-    return ScalarDecayTuning(
-        states, outputs, grads, outputs, grads, chunk=chunk, span=256 // chunk, states=states, rows=rows
-    )
+def _by_chunks(states: TileOptions, grads: TileOptions, outputs: TileOptions) -> ScalarDecayTuning:
+    return ScalarDecayTuning(states, outputs, value_grads=outputs, grads=grads, states=states)
 
 
 _WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
-_STATES = TileOptions(128, 64, 4, 3)
-# The gradients of heads that share keys, with 64 tokens a chunk: four warps hold them, eight wait for each other.
-_SHARED = TileOptions(64, 128, 4, 2)
+_STATES, _GRADS = TileOptions(128, 64, 4, 3), TileOptions(128, 64, 8, 3)
 KEPT: dict[Key, ScalarDecayTuning] = {
     ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
     ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
-    ((9, 0), torch.bfloat16, 512): _by_chunks(_STATES, _SHARED, _SHARED),
+    ((9, 0), torch.bfloat16, 512): _by_chunks(_STATES, _GRADS, TileOptions(64, 128, 4, 2)),
     (None, torch.bfloat16, 128): _alike(TileOptions(_DEPTH, 64, 4, 2), TileOptions(_DEPTH, 64, 4, 1)),
     (None, torch.bfloat16, 512): _by_chunks(*(TileOptions(64, 64, 4, 1),) * 3),
     ((9, 0), torch.float32, 128): _alike(TileOptions(_DEPTH, 32, 4, 2), TileOptions(_DEPTH, 32, 4, 1)),
@@ -96,7 +90,6 @@ KEPT: dict[Key, ScalarDecayTuning] = {
 }
 
 _OPTIONS = KeptOptions("kernels of scalar decays", KEPT)
-find = _OPTIONS.find
 # Of V up to 64 as in Mamba-2, measured for K 128: 0.93 of the time with those above, but 1.4 times as long with V 128.
 _FEW_VALUES = 64
 _OF_FEW_VALUES = ScalarDecayTuning(
@@ -104,16 +97,12 @@ _OF_FEW_VALUES = ScalarDecayTuning(
     query_grads=TileOptions(_DEPTH, 128, 4, 1),
     key_grads=TileOptions(_DEPTH, 128, 4, 1),
 )
-# Where many heads share keys. K 128, V 64, as in Mamba-2: outputs by walks, gradients by chunks; measured with groups
-# of 16 and of 64 heads. K 256, V 64, as in Bamba, with a group of 128: half of the time of walks.
+# Outputs by walks, gradients by chunks: of many heads that share keys, measured for K 128, V 64, as in Mamba-2, with
+# groups of 16 and of 64, and of fixed decays, for K 128, V 256 and K 256, V 512. All by chunks: K 256, V 64, as in
+# Bamba, with a group of 128, in half of the time of walks.
 _MANY_HEADS = 16
-_OF_SHARED_KEYS = replace(
-    _by_chunks(_STATES, _SHARED, TileOptions(128, 64, 4, 2)), outputs=_OF_FEW_VALUES.outputs, walks_forward=True
-)
-_OF_WIDE_SHARED_KEYS = _by_chunks(_STATES, _SHARED, TileOptions(256, 64, 4, 2))
-# Fixed decays, measured for K 128, V 256 and K 256, V 512, and with few values for K 273, V 64.
-_OF_FIXED = _by_chunks(TileOptions(128, 64, 4, 2), *(TileOptions(64, 128, 8, 3),) * 2, chunk=128, rows=128)
-_OF_FIXED_AND_FEW_VALUES = _by_chunks(TileOptions(128, 64, 4, 2), _SHARED, TileOptions(64, 64, 4, 3), chunk=128)
+_GRADS_BY_CHUNKS = replace(KEPT[(9, 0), torch.bfloat16, 512], outputs=TileOptions(_DEPTH, 64, 4, 1), walks_forward=True)
+_OF_WIDE_SHARED_KEYS = _by_chunks(_STATES, TileOptions(256, 64, 8, 2), TileOptions(256, 64, 4, 2))
 
 
 def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
@@ -121,10 +110,11 @@ def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
     found = _OPTIONS.options_for(k, v)
     few, shared = int(v.shape[-1]) <= _FEW_VALUES, v.shape[2] >= _MANY_HEADS * k.shape[2]
     if found is KEPT[(9, 0), torch.bfloat16, 128] and few:
-        return _OF_SHARED_KEYS if shared and int(k.shape[-1]) > _FEW_VALUES and not fixed else _OF_FEW_VALUES
-    if any(found is KEPT[(9, 0), torch.bfloat16, size] for size in (256, 512)):
+        return _GRADS_BY_CHUNKS if shared and int(k.shape[-1]) > _FEW_VALUES and not fixed else _OF_FEW_VALUES
+    wide = KEPT[(9, 0), torch.bfloat16, 512]
+    if found is wide or found is KEPT[(9, 0), torch.bfloat16, 256]:
         if fixed:
-            return _OF_FIXED_AND_FEW_VALUES if few else _OF_FIXED
+            return wide if few or int(k.shape[-1]) > _DEPTH else _GRADS_BY_CHUNKS
         if shared and few:
             return _OF_WIDE_SHARED_KEYS
     return found
@@ -141,9 +131,8 @@ _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
 class DecayTerms(NamedTuple):
     """What dq leaves for dg (`zeco_train.ops.scalar_decay.kernels.walk`), or dk; the last two only of dk."""
 
-    # S in the dtype of the tokens: [N / span, B, H, V, K], which the walk of dq writes for that of dk; by chunks the
-    # `true_states`, [N + 1, B, H, K, V].
-    borders: Tensor
+    # S in the dtype of the tokens, [N / span, B, H, V, K], which the walk of dq writes for that of dk; not by chunks
+    borders: Tensor | None
     sums: Tensor  # [tiles, B, H, T] fp32, q · dq or k · dk
     state_sums: Tensor | None = None  # [tiles, B, H, T] fp32, k · dk from the state
     boundary_terms: Tensor | None = None  # [tiles, N / span, B, H] fp32, <S, dS>
@@ -197,13 +186,13 @@ class ScalarDecayKernels(SegmentKernels):
     def true_states(
         self, keys: Tensor, values: Tensor, starts: Tensor, *, reverse: bool, others: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """What outputs and gradients are computed from, given the true states that segments start from.
+        """By chunks, of the true states that segments start from, those at all boundaries, in reverse their gradients.
 
-        Those, where walks do it, else [N + 1, B, H, K, V] in the dtype of the tokens, the states at all boundaries, or
-        in reverse their gradients; and then with `others`, the states, also [tiles, N / span, B, H] fp32, <S, dS>.
+        [N + 1, B, H, K, V] in the dtype of the tokens; with `others`, the states, also [tiles, N / span, B, H] fp32,
+        <S, dS>.
         """
-        if (options := self.tuning.states) is None:
-            return starts, None
+        options = self.tuning.states
+        assert options is not None
         terms, states = None, self._new(self.num_chunks + 1, *starts.shape[1:], dtype=self.dtype)
         if others is not None:
             tiles = self._state_tiles(*self._tile(options, self.K, self.V))
@@ -232,47 +221,62 @@ class ScalarDecayKernels(SegmentKernels):
             TERMS=terms is not None, **self.flags, **options.launch,
         )  # fmt: skip
 
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
-        """o, [B, T, H, V], from the `true_states`, as are the gradients."""
-        walks = self.tuning.walks_forward
-        return self._apply(self.tuning.outputs, q, k, v, states, reverse=False, walks=walks)
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        """o, [B, T, H, V], from the true states that segments start from."""
+        options = self.tuning.outputs
+        if self.tuning.states is None or self.tuning.walks_forward:
+            return self._walk(options, q, k, v, starts, reverse=False)
+        states, _ = self.true_states(k, v, starts, reverse=False)
+        return self._chunks(options, q, k, v, states, reverse=False)
 
-    def value_grads(self, q: Tensor, k: Tensor, do: Tensor, grads: Tensor) -> Tensor:
-        """dv, [B, T, H, V]."""
-        return self._apply(self.tuning.value_grads, k, q, do, grads, reverse=True)
+    def value_grads(self, q: Tensor, k: Tensor, do: Tensor, starts: Tensor) -> Tensor:
+        """By walks: dv, [B, T, H, V]."""
+        return self._walk(self.tuning.value_grads, k, q, do, starts, reverse=True)
 
     def query_grads(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, states: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, starts: Tensor
     ) -> tuple[Tensor, DecayTerms | None]:
-        """dq, [B, T, G, K]; unless decays are fixed also the terms of dg that it yields."""
+        """By walks: dq, [B, T, G, K]; unless decays are fixed also the terms of dg that it yields."""
         options, terms = self.tuning.query_grads, None
         if not self.fixed:
-            borders = states
-            if self.tuning.states is None:
-                borders = self._new(self.num_spans, self.B, self.H, self.V, self.K, dtype=self.dtype)
+            borders = self._new(self.num_spans, self.B, self.H, self.V, self.K, dtype=self.dtype)
             terms = DecayTerms(borders, self._row_sums(options))
-        dq = self._apply(options, do, v, k, states, reverse=False, turned=True, extra=q, terms=terms)
+        dq = self._walk(options, do, v, k, starts, reverse=False, turned=True, extra=q, terms=terms)
         return sum_heads(dq, self.G), terms
 
     def key_grads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        grads: Tensor,
-        terms: DecayTerms | None,
-        boundary_terms: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, starts: Tensor, terms: DecayTerms | None
     ) -> tuple[Tensor, Tensor | None]:
-        """dk, [B, T, G, K]; unless decays are fixed also dg, [B, T, H]."""
+        """By walks: dk, [B, T, G, K]; unless decays are fixed also dg, [B, T, H]."""
         options, own = self.tuning.key_grads, None
         if terms is not None:
             sums, state_sums = (self._row_sums(options) for _ in range(2))
-            if boundary_terms is None:
-                boundary_terms = self._new(sums.shape[0], self.num_spans, self.B, self.H)
-            own = DecayTerms(terms.borders, sums, state_sums, boundary_terms)
-        dk = self._apply(options, v, do, q, grads, reverse=True, turned=True, extra=k, terms=own)
+            own = DecayTerms(terms.borders, sums, state_sums, self._new(sums.shape[0], self.num_spans, self.B, self.H))
+        dk = self._walk(options, v, do, q, starts, reverse=True, turned=True, extra=k, terms=own)
         return sum_heads(dk, self.G), None if terms is None or own is None else self._decay_grads(terms, own)
+
+    def grads(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, states: Tensor, starts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """By chunks: dq, dk, dv and, unless decays are fixed, dg, of the `true_states` and the gradients' `starts`."""
+        grads, boundary_terms = self.true_states(q, do, starts, reverse=True, others=None if self.fixed else states)
+        options = self.tuning.grads
+        BK, BV = self._tile(options, self.K, self.V)
+        tiles = triton.cdiv(self.K, BK)
+        heads = self._heads(2 * self.num_chunks * tiles, self.H)  # of eight warps, one a multiprocessor
+        dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
+        dv = torch.empty_like(v) if tiles == 1 else self._chunks(self.tuning.value_grads, k, q, do, grads, reverse=True)
+        of_pairs, of_state = (None if self.fixed else self._new(tiles, self.B, self.H, self.T) for _ in range(2))
+        grads_kernel[(self.num_chunks * tiles, self.BH // heads)](
+            q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, of_pairs, of_state, self.scale, self.T,
+            self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, HEADS=heads, TERMS=not self.fixed, **self.flags,
+            **options.launch,
+        )  # fmt: skip
+        dq, dk = sum_heads(dq, self.G), sum_heads(dk, self.G)
+        if of_pairs is None or of_state is None:
+            return dq, dk, dv, None
+        terms = DecayTerms(None, of_pairs), DecayTerms(None, of_state, of_state, boundary_terms)
+        return dq, dk, dv, self._decay_grads(*terms)
 
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
         assert of_keys.boundary_terms is not None
@@ -290,48 +294,43 @@ class ScalarDecayKernels(SegmentKernels):
     def _row_sums(self, options: TileOptions) -> Tensor:
         return self._new(triton.cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
 
-    def _apply(
+    def _walk(
         self,
         options: TileOptions,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        states: Tensor,
+        starts: Tensor,
         *,
         reverse: bool,
         turned: bool = False,
-        walks: bool = False,
         extra: Tensor | None = None,
         terms: DecayTerms | None = None,
     ) -> Tensor:
-        """[B, T, H, W], or fewer heads where a program adds up several."""
+        """[B, T, H, W]."""
         (query_heads, depth), (value_heads, width) = queries.shape[2:], values.shape[2:]
         BD, BW = self._tile(options, depth, width)
-        tiles, sizes = triton.cdiv(width, BW), (self.T, self.H, query_heads, value_heads, depth, width, self.BH)
-        flags = {"BD": BD, "BW": BW, "TURNED": turned, "REVERSE": reverse, "TERMS": terms is not None}
-        flags |= self.flags | options.launch
-        if walks or self.tuning.states is None:
-            outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
-            walk_kernel[(tiles, self.BH, self.num_segments)](
-                queries, keys, values, extra, self.decays, self.doc_ids, states, outputs, *(terms or (None,) * 4),
-                self.scale, *sizes, self.num_chunks, self.segment_chunks, SPAN=self.tuning.span, **flags,
-            )  # fmt: skip
-            return outputs
-        rows = min(self.tuning.rows, self.tuning.chunk)
-        blocks = tiles * self.num_chunks * (self.tuning.chunk // rows)
-        if not turned and query_heads < self.H and depth <= BD:
-            outputs, heads = self._new(self.B, self.T, self.H, width, dtype=self.dtype), self._heads(blocks, _SHARING)
-            del flags["TURNED"], flags["TERMS"]
-            shared_kernel[(blocks, self.BH // heads)](
-                queries, keys, values, self.decays, self.doc_ids, states, outputs, self.scale, self.T, self.H,
-                query_heads, depth, width, self.BH, ROWS=rows, HEADS=heads, **flags,
-            )  # fmt: skip
-            return outputs
-        heads = self._heads(blocks, self.H) if turned else 1
-        outputs = self._new(self.B, self.T, self.H // heads, width, dtype=self.dtype)
+        outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
+        walk_kernel[(triton.cdiv(width, BW), self.BH, self.num_segments)](
+            queries, keys, values, extra, self.decays, self.doc_ids, starts, outputs, *(terms or (None,) * 4),
+            self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH, self.num_chunks,
+            self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span, TURNED=turned, REVERSE=reverse,
+            TERMS=terms is not None, **self.flags, **options.launch,
+        )  # fmt: skip
+        return outputs
+
+    def _chunks(
+        self, options: TileOptions, queries: Tensor, keys: Tensor, values: Tensor, states: Tensor, *, reverse: bool
+    ) -> Tensor:
+        """[B, T, H, V]."""
+        BD, BW = self._tile(options, self.K, self.V)
+        blocks = triton.cdiv(self.V, BW) * self.num_chunks
+        heads = self._heads(blocks, _SHARING) if self.K <= BD else 1
+        outputs = torch.empty_like(values)
         chunks_kernel[(blocks, self.BH // heads)](
-            queries, keys, values, extra, self.decays, self.doc_ids, states, outputs, *(terms or (None,) * 4)[1:3],
-            self.scale, *sizes, ROWS=rows, HEADS=heads, **flags,
+            queries, keys, values, self.decays, self.doc_ids, states, outputs, self.scale, self.T, self.H, self.G,
+            self.K, self.V, self.BH, BD=BD, BW=BW, HEADS=heads, REVERSE=reverse, **self.flags,
+            **options.launch,
         )  # fmt: skip
         return outputs
 
@@ -368,10 +367,7 @@ class _KernelForward(ForwardBase):
         starts = self._segments.starts
         self.saved = (starts,) if self.fixed else (self._decays.transpose(1, 2), starts)
         # Scores are computed with the outputs: nothing overlaps the scan.
-        states = starts
-        if not self._launcher.tuning.walks_forward:
-            states, _ = self._launcher.true_states(self._k, self._v, starts, reverse=False)
-        return self._launcher.outputs(self._q, self._k, self._v, states)
+        return self._launcher.outputs(self._q, self._k, self._v, starts)
 
 
 class _FixedForward(_KernelForward):
@@ -389,22 +385,28 @@ class _KernelBackward(BackwardBase):
         decays, where = self._log_decays, (self.doc_ids, self.scale)
         decays = dense(decays if self.fixed else decays.transpose(1, 2))
         self._launcher = ScalarDecayKernels(k, v, decays, *where, options_for(k, v, self.fixed), fixed=self.fixed)
+        self._by_chunks = self._launcher.tuning.states is not None
         self._segments = self._launcher.summaries(self._q, self._do, reverse=True)
         self.state_grad = self._segments.state
 
     def overlap(self) -> None:
-        # dq needs no gradients of states.
-        states, _ = self._launcher.true_states(self._k, self._v, self._starts, reverse=False)
-        self._dq, self._terms = self._launcher.query_grads(self._q, self._k, self._v, self._do, states)
+        # Neither the states nor dq need gradients of states.
+        q, k, v, do = self._q, self._k, self._v, self._do
+        if self._by_chunks:
+            self._states, _ = self._launcher.true_states(k, v, self._starts, reverse=False)
+        else:
+            self._dq, self._terms = self._launcher.query_grads(q, k, v, do, self._starts)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, do = self._q, self._k, self._v, self._do
         self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
-        others, starts = None if self._terms is None else self._terms.borders, self._segments.starts
-        grads, boundary_terms = self._launcher.true_states(q, do, starts, reverse=True, others=others)
-        dk, dg = self._launcher.key_grads(q, k, v, do, grads, self._terms, boundary_terms)
-        dv = self._launcher.value_grads(q, k, do, grads)
-        return self._dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
+        starts = self._segments.starts
+        if self._by_chunks:
+            dq, dk, dv, dg = self._launcher.grads(q, k, v, do, self._states, starts)
+        else:
+            dk, dg = self._launcher.key_grads(q, k, v, do, starts, self._terms)
+            dq, dv = self._dq, self._launcher.value_grads(q, k, do, starts)
+        return dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
 
 
 class _FixedBackward(_KernelBackward):
