@@ -5,7 +5,7 @@ Answer: docs/benchmarks.md has the newest table. Each row: forward + backward in
     launched one by one, and by fla's function likewise; the largest error against fp64 (1,000 tokens, two documents);
     the time relative to the first of other decays (none; at most e^-50), of β up to 2, and per token of 8 sequences of
     2,048 tokens, of 4,096 tokens, of 64 documents and of one sequence of 2,048. FOLDER gets them as JSON, and each
-    kernel's registers, spills and shared memory.
+    kernel's registers, spills and shared memory; a row says so if calls differ in any bit.
 
 All kernels are compiled first, by a process a row.
 """
@@ -81,15 +81,27 @@ def case_of(shape: Shape, B: int, T: int, decays: str = "initial", beta: float =
     )
 
 
-def call_of(case: Case) -> Callable[[], object]:
-    """Its forward and backward pass, without carries."""
+def call_of(case: Case) -> Callable[[], tuple[Tensor, ...]]:
+    """Its forward and backward pass, without carries: the outputs and all gradients."""
     values = inputs(case)
     names = OPERATORS[case.operator].operands
     leaves = [values[name].requires_grad_(name != "log_decay") for name in names]
     wanted = [x for x in leaves if x.requires_grad]
     documents = [list(case.documents)] if case.documents else None
     position = SequencePosition((0, case.T), documents=documents, exchange=local_exchange())
-    return lambda: torch.autograd.grad(mix(case.operator, leaves, position)[0], wanted, values["do"])
+
+    def call() -> tuple[Tensor, ...]:
+        o, _ = mix(case.operator, leaves, position)
+        return o.detach(), *torch.autograd.grad(o, wanted, values["do"])
+
+    return call
+
+
+def differs(case: Case, calls: int = 4) -> bool:
+    """Whether any of several calls gives other bits than the first."""
+    call = call_of(case)
+    first = call()
+    return not all(all(map(torch.equal, first, call())) for _ in range(calls))
 
 
 def milliseconds(function: Callable[[], object], count: int) -> list[float]:
@@ -181,6 +193,7 @@ def measure(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {
         "shape": str(shape), **asdict(shape), "tokens": T, "ms": median(times), "p10": p10, "p90": p90,
         "launched": median(milliseconds(call_of(case_of(shape, 1, T)), _CALLS)), "errors": errors,
+        "differs": differs(case_of(shape, 1, T)),
     }  # fmt: skip
     if arguments.fla:
         row["fla"] = fla_milliseconds(case_of(shape, 1, T))
@@ -224,7 +237,8 @@ def main() -> int:
         spills = max((kernel["spills"] or 0 for kernel in row["kernels"]), default=0)
         print(
             f"{row['shape']:<52}{row['ms']:7.3f} ({row['p10']:.3f}–{row['p90']:.3f})  launched {row['launched']:.3f}"
-            f"{fla}  error {max(row['errors'].values()):.1e}  spills ≤ {spills}  {relative}", flush=True,
+            f"{fla}  error {max(row['errors'].values()):.1e}  spills ≤ {spills}"
+            f"{'  OTHER BITS' * row['differs']}  {relative}", flush=True,
         )  # fmt: skip
     print(rows[-1]["device"] if rows else "no shape")
     return 0
