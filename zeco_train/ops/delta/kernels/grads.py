@@ -153,7 +153,7 @@ def _chunk_grads(
         pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
     is_self = rows[:, None] == rows[None, :]
     if tile == 0:
-        strengths = load_strengths(beta + head_offset(batch_head, T, H, 1), start, T, H, C)
+        strengths = load_strengths(beta + head_offset(batch_head, T, H, 1), start, T, H, C, k.dtype.element_ty)
         strength_grads = tl.sum(tl.where(is_self, pair_grads, 0.0), axis=1) / strengths / strengths
         tl.store(dbeta + by_head, strength_grads, mask=is_token)
     visible = rows[:, None] >= rows[None, :]

@@ -92,9 +92,6 @@ def options_for(k: Tensor) -> DeltaTuning:
     return _OPTIONS.options_for(k, k)
 
 
-find = _OPTIONS.find
-
-
 @dataclass(frozen=True)
 class WalkOperands:
     """What the walks read, see `zeco_train.ops.delta.kernels.walks.forward_walk_kernel`."""

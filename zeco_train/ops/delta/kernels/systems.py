@@ -97,18 +97,20 @@ def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl
     return from_start, to_end, survives
 
 
-# A strength below it counts as this, a change of less than rounding, so that what it multiplied can be divided by it.
-_LEAST_STRENGTH: tl.constexpr = tl.constexpr(2.0**-24)
 # Of what fp16 numbers hold in products for the inverse.
 _UNIT: tl.constexpr = tl.constexpr(2.0**10)
 
 
 @triton.jit
-def load_strengths(beta, start, T, H, C: tl.constexpr):
-    """[C], β of a chunk's tokens, but never 0."""
+def load_strengths(beta, start, T, H, C: tl.constexpr, TOKENS: tl.constexpr):
+    """[C], β of a chunk's tokens, of dtype TOKENS, but never 0: what it multiplies is divided by it again.
+
+    What counts as the least is a change of less than rounding; for bf16 it is one that fp16 holds, see `_UNIT`.
+    """
     rows = tl.arange(0, C)
+    least: tl.constexpr = 2.0**-40 if tl.float32 == TOKENS else 2.0**-24
     strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)
-    return tl.maximum(strengths, _LEAST_STRENGTH)
+    return tl.maximum(strengths, least)
 
 
 @triton.jit
@@ -210,7 +212,7 @@ def systems_kernel(
         pair_scores *= between
         products *= between
     pair_scores = tl.where(visible, pair_scores * scale, 0.0)
-    strengths = load_strengths(beta, start, T, H, C)
+    strengths = load_strengths(beta, start, T, H, C, k.dtype.element_ty)
     earlier = visible & (rows[:, None] > rows[None, :])
     system = tl.where(earlier, products * strengths[:, None], 0.0)
     offsets = (chunk.to(tl.int64) * BH + batch_head) * C * C + rows[:, None] * C + rows[None, :]

@@ -74,9 +74,6 @@ def _chunk_grads(
     index,
     start,
     first_key,
-    sums,
-    queries,
-    keys,
     scale,
     T,
     H: tl.constexpr,
@@ -89,7 +86,6 @@ def _chunk_grads(
     PRECISION: tl.constexpr,
     JOINED: tl.constexpr,
     MILD: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """BK columns of the gradients of one chunk of one head, see `grads_kernel`."""
     rows = tl.arange(0, C)
@@ -97,7 +93,7 @@ def _chunk_grads(
     turned = tl.zeros([C, C], tl.float32)
     query_grads = tl.zeros([C, BK], tl.float32)
     key_grads = tl.zeros([C, BK], tl.float32)
-    passing = tl.zeros([BK], tl.float32)
+    boundary = tl.zeros([BK, BK], tl.float32)
     for first_value in range(0, V, BV):
         output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
         values = load_tile(v, start, T, H, V, first_value, C, BV)
@@ -105,7 +101,8 @@ def _chunk_grads(
         state = tl.load(pointers, mask=inside, other=0.0)
         pointers, inside = state_pointers(state_grads, index, K, V, first_key, first_value, BK, BV)
         state_grad = tl.load(pointers, mask=inside, other=0.0)
-        passing += tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=1)
+        # Σ_V S ⊙ dS on its diagonal: a tile in registers, too, would be overwritten (lab/campaigns/buffers.py)
+        boundary += tl.dot(state, tl.trans(state_grad), input_precision=PRECISION)
         query_grads += tl.dot(output_grads, tl.trans(state), input_precision=PRECISION)
         key_grads += tl.dot(values, tl.trans(state_grad), input_precision=PRECISION)
         grads += tl.dot(output_grads, tl.trans(values), input_precision=PRECISION)
@@ -113,10 +110,11 @@ def _chunk_grads(
             # a product of its own costs less than the transpose
             turned += tl.dot(values, tl.trans(output_grads), input_precision=PRECISION)
 
-    if not EARLY:
-        sums = load_tile(b, start, T, H, K, first_key, C, BK)
-        queries = load_tile(q, start, T, H, K, first_key, C, BK)
-        keys = load_tile(k, start, T, H, K, first_key, C, BK)
+    channels = tl.arange(0, BK)
+    passing = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary, 0.0), axis=1)
+    sums = load_tile(b, start, T, H, K, first_key, C, BK)
+    queries = load_tile(q, start, T, H, K, first_key, C, BK)
+    keys = load_tile(k, start, T, H, K, first_key, C, BK)
     # of the pairs of all sizes, G of `intra`
     pair_grads = tl.where(rows[:, None] >= rows[None, :], grads * scale, 0.0 if MILD else turned * -scale)
     if DOCUMENTS:
@@ -216,15 +214,13 @@ def grads_kernel(
     PRECISION: tl.constexpr,
     JOINED: tl.constexpr,
     MILD: tl.constexpr,
-    EARLY: tl.constexpr,
     CHUNKS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """One program computes BK columns of the gradients of some chunks of one head.
 
     MILD: only chunks that are mild, a program each; else only the others, a program for CHUNKS. One program for either
-    kind would take the registers of both. JOINED: see `join`; bf16 only. KEYS: see `are_mild`. EARLY: tiles of q, k
-    and b are loaded before the loop over V.
+    kind would take the registers of both. JOINED: see `join`; bf16 only. KEYS: see `are_mild`.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
     first_key = (tl.program_id(0) % tiles) * BK
@@ -238,21 +234,12 @@ def grads_kernel(
     dg += head_offset(batch_head, T, H, K)
     v += head_offset(batch_head, T, H, V)
     do += head_offset(batch_head, T, H, V)
-    sums = 0
-    queries = 0
-    keys = 0
     if MILD:
         start = first_chunk * C
-        if EARLY:
-            # issued before the check and the loads of the values, so that their latencies overlap
-            sums = load_tile(b, start, T, H, K, first_key, C, BK)
-            queries = load_tile(q, start, T, H, K, first_key, C, BK)
-            keys = load_tile(k, start, T, H, K, first_key, C, BK)
         if are_mild(b, first_chunk, T, H, K, C, 1, KEYS):
             _chunk_grads(
                 q, k, v, b, do, doc_ids, states, state_grads, dq, dk, dg, first_chunk.to(tl.int64) * BH + batch_head,
-                start, first_key, sums, queries, keys, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION, JOINED, MILD,
-                EARLY,
+                start, first_key, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION, JOINED, MILD,
             )  # fmt: skip
     elif not are_mild(b, first_chunk, T, H, K, C, CHUNKS, KEYS):
         for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
@@ -260,6 +247,5 @@ def grads_kernel(
             if not are_mild(b, chunk, T, H, K, C, 1, KEYS):
                 _chunk_grads(
                     q, k, v, b, do, doc_ids, states, state_grads, dq, dk, dg, chunk.to(tl.int64) * BH + batch_head,
-                    chunk * C, first_key, sums, queries, keys, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION,
-                    JOINED, MILD, False,
+                    chunk * C, first_key, scale, T, H, K, V, C, BK, BV, DOCUMENTS, PRECISION, JOINED, MILD,
                 )  # fmt: skip

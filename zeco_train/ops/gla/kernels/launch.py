@@ -26,7 +26,6 @@ import torch
 import triton
 from torch import Tensor
 
-from zeco_train.ops.delta.kernels.systems import channel_sums_kernel
 from zeco_train.ops.gla.kernels.grads import grads_kernel
 from zeco_train.ops.gla.kernels.intra import scores_kernel
 from zeco_train.ops.gla.kernels.outputs import outputs_kernel
@@ -51,8 +50,6 @@ class GlaTuning:
     grads: TileOptions = TileOptions(64, 64, 8, 3)
     join: TileOptions = TileOptions(64, 64, 4, 1)
     programs: int = 256
-    early: bool = False
-    sums: bool = False
 
 
 _UP_TO_64 = GlaTuning(states=TileOptions(64, 128, 4, 2), outputs=TileOptions(64, 128, 4, 1))
@@ -81,7 +78,7 @@ KEPT: dict[Key, GlaTuning] = {
 }
 
 _OPTIONS = KeptOptions("kernels of gla", KEPT)
-options_for, find = _OPTIONS.options_for, _OPTIONS.find
+options_for = _OPTIONS.options_for
 
 CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
@@ -193,12 +190,6 @@ class GlaKernels(SegmentKernels):
         `b` is the output for the cumulative sums of g inside chunks; None: g already holds those sums.
         """
         segments, segment_decays = self._new_segments()
-        if b is not None and self.tuning.sums:
-            BK, _ = self.tuning.scores.tile(self.K, self.V)
-            parts = 3 if self.dtype == torch.bfloat16 else 0
-            grid = self.num_chunks, self.BH
-            channel_sums_kernel[grid](g, b, self.T, self.H, self.K, C=CHUNK, BK=BK, PARTS=parts)
-            g, b = b, None
         self._walk(x, y, g, b, None, segments, segment_decays, reverse)
         self._join(segments, segment_decays, reverse)
         return segments
@@ -277,7 +268,7 @@ class GlaKernels(SegmentKernels):
             grads_kernel[(triton.cdiv(self.num_chunks, chunks) * triton.cdiv(self.K, BK), self.BH)](
                 q, k, v, b, do, self.doc_ids, states, state_grads, dq, dk, dg, self.scale,
                 self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV, JOINED=self._joined(BK), MILD=mild,
-                EARLY=self.tuning.early, CHUNKS=chunks, KEYS=self._keys, **self.flags, **options.launch,
+                CHUNKS=chunks, KEYS=self._keys, **self.flags, **options.launch,
             )  # fmt: skip
         return dq, dk, dg
 
