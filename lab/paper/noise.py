@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lab.paper.ours import DEVICES, gla_1b
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import Case
-from zeco_train.plan.step_time import overlapped_seconds, plan_step
+from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.traffic import scan_choice, scanning_blocks
 from zeco_train.sp.backend_registry import BACKENDS
 
@@ -87,11 +87,12 @@ class Step:
     def of(cls, case: Case) -> Step:
         """The step of a model with one kind of blocks."""
         (block,) = scanning_blocks(case)
-        whole = plan_step(case.by(BACKENDS["dp"]))
+        whole, (forward, backward) = plan_step(case.by(BACKENDS["dp"])), operator_seconds(case, block)
         optimizer = whole.seconds["optimizer"]
+        windows = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
         forward = (whole.total - optimizer) / 3 / block.count
         together, drift = case.topology.ranks_per_node, known.DRIFT[case.is_replayed]
-        return cls(case.sp_size, block.count, forward, overlapped_seconds(case, block), optimizer, together, drift)
+        return cls(case.sp_size, block.count, forward, windows, optimizer, together, drift)
 
     def efficiency(self, scan_seconds: float, noise: float, seeds: int = 4) -> float:
         """Mean efficiency of simulated steps; scans take `scan_seconds` from the latest rank on."""

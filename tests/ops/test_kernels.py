@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -54,6 +55,7 @@ SMALL = {
     "gla, one document, that continues": KernelCase("gla", 100, documents=(0,)),
     # A tile has at least 64 keys in bf16, 32 in fp32: padded keys must not contribute.
     "gla, 16 keys": KernelCase("gla", 200, (1, 2, 2, 16, 64), documents=(0, 70, 128)),
+    "gla, dv apart": KernelCase("gla", 150, (1, 2, 2, 32, 48), documents=(0, 70), changes=(("fused", False),)),
     "gla, 48 keys": KernelCase("gla", 130, (1, 2, 2, 48, 64), 1.0, (0, 100)),
     "scalar, one token": KernelCase("scalar_decay", 1),
     "scalar, two groups": KernelCase("scalar_decay", 40, (1, 2, 4, 8, 24), documents=(0, 20), changes=SHORTEST),
@@ -220,7 +222,7 @@ def test_kernels_compile_within_shared_memory() -> None:
     """The GPU compiler runs without a GPU and refuses code that the interpreter accepts: narrow tiles of odd sizes."""
     case = KernelCase("gla", 192, (1, 2, 2, 40, 24), 0.2, (0, 70))
     found = run_distributed(compiled, 1, 90, torch.bfloat16, case, fresh=True)[0]
-    assert len(found) == 6
+    assert len(found) == 7
     assert max(found.values()) <= SHARED_MEMORY[90], found
 
 
@@ -341,14 +343,22 @@ class Recorder:
 
 @pytest.mark.parametrize("K", [5, 16, 32, 48, 64, 96, 128, 256])
 def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 the gradient kernel never uses tiles of fewer than 64 keys or values, whatever the stored tuning."""
+    """In bf16 the gradient kernels never use tiles of fewer than 64 keys or values, whatever the stored tuning."""
     from zeco_train.ops.gla.kernels import launch
 
-    kernel = Recorder()
-    monkeypatch.setattr(launch, "grads_kernel", kernel)
+    kernels = Recorder(), Recorder()
+    for name, kernel in zip(("intra_grads_kernel", "input_grads_kernel"), kernels, strict=True):
+        monkeypatch.setattr(launch, name, kernel)
     q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
     v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), launch.TileOptions(16, 16, 4, 1)
-    for options in (launch.options_for(q), launch.GlaTuning(grads=narrow)):
-        launch.GlaKernels(q, v, None, 1.0, options).grads(q, q, v, b, v, v, v)
-    assert len(kernel.launches) == 4
-    assert all(min(constants["BK"], constants["BV"]) >= 64 for constants in kernel.launches)
+    local: Any = SimpleNamespace(states=v, log_decays=b, segments=SimpleNamespace(starts=b))
+    narrowed = launch.GlaTuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
+    for options in (launch.options_for(q), narrowed):
+        launcher = launch.GlaKernels(q, v, None, 1.0, options)
+        launcher.intra_grads(q, q, v, b, v, v)
+        launcher.input_grads(q, v, b, v, v, v, local, b, q)
+        for kernel, flag in zip(kernels, ("ONE_TILE", "FUSED"), strict=True):
+            for constants in kernel.launches:
+                assert min(constants["BK"], constants["BV"]) >= 64
+                assert constants[flag] == (constants["BK"] >= K)
+    assert [len(kernel.launches) for kernel in kernels] == [4, 2]

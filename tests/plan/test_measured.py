@@ -100,15 +100,13 @@ def test_chain_and_lasp1_wait_by_one_rule(ranks: int) -> None:
         for layers in (2, 20):
             split = [f"model.num_layers={layers}", f"world_size={ranks}", f"data.seq_len={16384 * ranks}"]
             case = make_case(*GLA_1B, "sp.all_scan.transport=p2p", *split).by(backend, scan)
-            choice, block = scan_choice(case), next(iter(case.spec.blocks.values()))
+            choice, work = scan_choice(case), operator_seconds(case, next(iter(case.spec.blocks.values())))
             assert choice is not None
             if scan.in_series:
-                serial = (ranks - 1) * calibration.LASP1_SERIAL
-                lates = [choice.seconds + serial * each for each in operator_seconds(case, block)]
+                lates = [choice.seconds + (ranks - 1) * calibration.LASP1_SERIAL * each for each in work]
             else:
-                # Nothing of gla's backward pass overlaps.
-                hidden = calibration.OVERLAP_FORWARD * operator_seconds(case, block)[0]
-                lates = [max(0, choice.seconds - each) for each in (hidden, 0.0)]
+                shares = calibration.OVERLAP_FORWARD, calibration.OVERLAP_BACKWARD
+                lates = [max(0, choice.seconds - share * each) for share, each in zip(shares, work, strict=True)]
             drift, late = drift_seconds(case), max(lates)
             expected = sum(layers * max(0, each - drift) + min(each, drift) for each in lates)
             exposed.append(exposed_scan_seconds(case))

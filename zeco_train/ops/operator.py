@@ -131,7 +131,6 @@ class OperatorTime(NamedTuple):
     forward: float  # share of the forward pass
     key_dim: int
     value_dim: int
-    overlaps_backward: bool = True  # a part of the backward pass overlaps its scan
 
 
 class PeerFunction(NamedTuple):

@@ -44,7 +44,7 @@ class BackwardPass(Protocol):
     state_grad: Tensor  # [B, H, K, V], D_loc: gradient of the incoming state from this rank's outputs alone
 
     def overlap(self) -> None:
-        """Compute what needs no other rank, such as the states again, or gradients inside chunks."""
+        """Recompute the states and compute the gradients inside chunks, which need no other rank."""
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         """The gradient of each operand, shaped like the operand, given D_in, [B, H, K, V]."""

@@ -89,13 +89,6 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
     return both * measured.forward, both * (1 - measured.forward)
 
 
-def overlapped_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
-    """Seconds of one layer's operator that overlap its scan, in the forward and in the backward pass."""
-    forward, backward = operator_seconds(case, block)
-    overlaps = known.operator_time(block.operators[-1], case.machine.is_cpu).overlaps_backward
-    return known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward * overlaps
-
-
 def exposed_scan_seconds(case: Case) -> float:
     """Exposed communication of the scans per step."""
     exposed, blocks = 0.0, scanning_blocks(case)
@@ -103,12 +96,14 @@ def exposed_scan_seconds(case: Case) -> float:
     for block in blocks:
         if (choice := scan_choice(case, block)) is None:
             continue
+        forward, backward = operator_seconds(case, block)
         if choice.scan.in_series:
             # Each rank computes its outputs between receive and send, serialised over the ranks.
             serial = (case.sp_size - 1) * known.LASP1_SERIAL
-            late = [choice.seconds + serial * work for work in operator_seconds(case, block)]
+            late = [choice.seconds + serial * work for work in (forward, backward)]
         else:
-            late = [max(0.0, choice.seconds - work) for work in overlapped_seconds(case, block)]
+            overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
+            late = [max(0.0, choice.seconds - work) for work in overlapped]
         drift = drift_seconds(case) if choice.scan.one_way else 0.0
         exposed += block.count * case.passes * sum(waited_seconds(each, drift, layers) for each in late)
     return exposed

@@ -71,7 +71,7 @@ GLA = Operator(
     step_kernels=STEP_KERNELS,
     # 0.745 ms for 16,384 tokens and 16 heads, 0.274 of them forward (docs/benchmarks.md); 60.7 ms for 4,096 tokens and
     # 4 heads on two CPU cores.
-    time=OperatorTime("gla", 2.84e-9, 0.37, 64, 128, overlaps_backward=False),
+    time=OperatorTime("gla", 2.84e-9, 0.37, 64, 128),
     cpu_time=OperatorTime("gla", 7.4e-6, 0.31, 64, 128),
     peers=(PeerFunction("fla.ops.gla", "chunk_gla"),),
 )

@@ -1,12 +1,9 @@
 """Gated linear attention on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32.
 
 Forward                                                        Backward
-  states of segments, from zero → S_loc, G_tot                   their gradients → D_loc
-  | scan over ranks ‖ scores inside chunks                       | scan over ranks
-  true states at segments' starts, at chunks; outputs            true gradients at segments' ends, at chunks; dv; others
-
-Nothing overlaps the scan of the backward pass. Gradients without dS, computed before it ends by a kernel of their own,
-took 0.45 ms longer than all by one (16,384 tokens, 4 heads of 256 keys and 512 values, on an H100).
+  local states, by segments → S_loc, G_tot                       local state gradients, by segments → D_loc
+  | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ dq, part of dk
+  true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
 passed between segments or ranks are fp32. Saved for the backward pass are b, the sums of g inside chunks, in place of
@@ -20,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from zeco_train.ops.gla.kernels.grads import grads_kernel
-from zeco_train.ops.gla.kernels.intra import scores_kernel
+from zeco_train.ops.gla.kernels.input_grads import input_grads_kernel
+from zeco_train.ops.gla.kernels.intra import intra_grads_kernel, scores_kernel
 from zeco_train.ops.gla.kernels.outputs import outputs_kernel
 from zeco_train.ops.gla.kernels.states import chunk_states_kernel, correct_starts_kernel, join_segments_kernel
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
@@ -40,40 +37,53 @@ class GlaTuning:
     """Options of each kernel, by its name.
 
     Attributes:
-        states: of both walks over chunks.
-        programs: of a walk, at most, if there are segments: those that one wave has room for.
+        fused: `input_grads_kernel` is fused if possible.
+        programs: number of programs that saturates the chip in the walks over chunks.
     """
 
-    states: TileOptions = TileOptions(64, 128, 4, 3)
-    scores: TileOptions = TileOptions(64, 64, 4, 1)
-    outputs: TileOptions = TileOptions(64, 128, 4, 3)
-    grads: TileOptions = TileOptions(64, 64, 8, 3)
+    local_states: TileOptions = TileOptions(32, 128, 4, 3)
+    scores: TileOptions = TileOptions(64, 64, 4, 1, 168)
+    intra_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    mild_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    outputs: TileOptions = TileOptions(32, 128, 4, 2, 168)
+    input_grads: TileOptions = TileOptions(64, 64, 4, 1)
     join: TileOptions = TileOptions(64, 64, 4, 1)
-    programs: int = 256
+    fused: bool = True
+    programs: int = 264
 
 
-_UP_TO_64 = GlaTuning(states=TileOptions(64, 128, 4, 2), outputs=TileOptions(64, 128, 4, 1))
+_UP_TO_64 = GlaTuning(
+    local_states=TileOptions(64, 128, 4, 2),
+    intra_grads=TileOptions(64, 64, 4, 1),
+    mild_grads=TileOptions(64, 128, 4, 1),
+    input_grads=TileOptions(64, 128, 4, 1),
+)
 
-# In the order of key dims. Measured per kernel on an H100 at 16k tokens: K64 V128 H16, K128 V128 H16, K256 V512 H4; on
-# an H200 scores of K32 V64 H32. The rest is by analogy, and by the compiler's register counts.
+# In the order of key dims. Measured per kernel on an H200 at 16k tokens: K64 V128 H16 and K128 V128 H16; without mild
+# chunks also K256 V512 H4, and scores K32 V64 H32. The rest is by analogy, with as many values per thread, and by the
+# compiler's register counts.
 KEPT: dict[Key, GlaTuning] = {
     ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=TileOptions(32, 64, 4, 1, 128)),
     ((9, 0), torch.bfloat16, 64): _UP_TO_64,
     ((9, 0), torch.bfloat16, 128): GlaTuning(
-        states=TileOptions(32, 128, 4, 3), outputs=TileOptions(64, 128, 4, 2), grads=TileOptions(64, 64, 8, 2)
+        scores=TileOptions(64, 64, 4, 1),
+        intra_grads=TileOptions(128, 64, 8, 1),
+        mild_grads=TileOptions(128, 64, 8, 2),
+        input_grads=TileOptions(128, 64, 8, 1),
+        programs=256,
     ),
-    ((9, 0), torch.bfloat16, 256): GlaTuning(),
-    # GPUs without an entry. Where products take their operands from registers (sm_8x, sm_12x), one stage less spills
-    # twenty times as many. Never measured.
-    (None, torch.bfloat16, 256): GlaTuning(
-        states=TileOptions(32, 128, 4, 3), outputs=TileOptions(32, 128, 4, 2), grads=TileOptions(64, 64, 8, 2)
-    ),
+    ((9, 0), torch.bfloat16, 256): GlaTuning(programs=256),
+    # GPUs without an entry. If products take their operands from registers (sm_8x, sm_12x), the fused loop needs three
+    # times the available registers, according to the compiler; this entry spills almost nothing. Never measured.
+    (None, torch.bfloat16, 256): GlaTuning(input_grads=TileOptions(64, 64, 8, 1), fused=False),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
     ((9, 0), torch.float32, 256): GlaTuning(
-        states=TileOptions(32, 32, 4, 2),
+        local_states=TileOptions(32, 32, 4, 2),
         scores=TileOptions(32, 32, 4, 1),
+        intra_grads=TileOptions(32, 32, 4, 1),
+        mild_grads=TileOptions(32, 32, 4, 1),
         outputs=TileOptions(32, 64, 4, 1),
-        grads=TileOptions(32, 32, 4, 1),
+        input_grads=TileOptions(32, 32, 4, 1),
     ),
 }
 
@@ -84,8 +94,9 @@ CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
 MOST_HEADS = 65_535
 # Tiles of the gradient kernels, and of `scores_kernel` along K, have a verified minimum width; columns beyond K are
-# zeros. In bf16, Triton 3.6 compiled gradient kernels with tiles of 32 keys to wrong gradients (K 32) or illegal memory
-# accesses (K 64), whether joined or not; `scores_kernel` was correct with them when not joined.
+# zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients (K 32) or illegal
+# memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined, and
+# input_grads_kernel was not tried with them.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
@@ -171,6 +182,14 @@ class SegmentKernels:
         )  # fmt: skip
 
 
+class LocalStates(NamedTuple):
+    """States before the chunks, or in reverse gradients after them, from the zero start (end) of their segment."""
+
+    states: Tensor  # [N, B, H, K, V] in the dtype of the inputs
+    log_decays: Tensor  # [N, B, H, K] fp32, from the segment's start to each boundary
+    segments: Segments
+
+
 class GlaKernels(SegmentKernels):
     """The launches of gated linear attention, see `SegmentKernels`."""
 
@@ -179,45 +198,28 @@ class GlaKernels(SegmentKernels):
         self.tuning = tuning
         self.flags["C"] = CHUNK
         self.num_chunks = triton.cdiv(self.T, CHUNK)
-        tiles = self._state_tiles(*tuning.states.tile(self.K, self.V))
-        segments = max(1, min(self.num_chunks, tuning.programs // (tiles * self.BH)))
+        tiles = self._state_tiles(*tuning.local_states.tile(self.K, self.V))
+        segments = max(1, min(self.num_chunks, triton.cdiv(tuning.programs, tiles * self.BH)))
         self.segment_chunks = triton.cdiv(self.num_chunks, segments)
         self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
 
-    def segments(self, x: Tensor, y: Tensor, g: Tensor, *, b: Tensor | None, reverse: bool) -> Segments:
+    def local_states(self, x: Tensor, y: Tensor, g: Tensor, *, b: Tensor | None, reverse: bool) -> LocalStates:
         """Walk each segment from zero, then join the segments: of k and v, or in reverse of q and do.
 
         `b` is the output for the cumulative sums of g inside chunks; None: g already holds those sums.
         """
         segments, segment_decays = self._new_segments()
-        self._walk(x, y, g, b, None, segments, segment_decays, reverse)
-        self._join(segments, segment_decays, reverse)
-        return segments
-
-    def states(self, x: Tensor, y: Tensor, b: Tensor, segments: Segments, *, reverse: bool) -> Tensor:
-        """The true states before the chunks, or gradients after them, from those that segments start from."""
         states = self._new(*self.states_shape, dtype=self.dtype)
-        self._walk(x, y, b, None, states, segments, None, reverse)
-        return states
-
-    def _walk(
-        self,
-        x: Tensor,
-        y: Tensor,
-        g: Tensor,
-        b: Tensor | None,
-        states: Tensor | None,
-        segments: Segments,
-        segment_decays: Tensor | None,
-        reverse: bool,
-    ) -> None:
-        options = self.tuning.states
+        log_decays = self._new(self.num_chunks, self.B, self.H, self.K)
+        options = self.tuning.local_states
         BK, BV = options.tile(self.K, self.V)
         chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
-            x, y, g, b, self.doc_ids, states, segments.starts, segment_decays, self.scale,
-            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV,
-            REVERSE=reverse, CUMULATED=b is None, STARTED=states is not None, **self.flags, **options.launch,
+            x, y, g, b, self.doc_ids, states, log_decays, segments.starts, segment_decays, self.scale,
+            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
+            BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, **self.flags, **options.launch,
         )  # fmt: skip
+        self._join(segments, segment_decays, reverse)
+        return LocalStates(states, log_decays, segments)
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -246,31 +248,53 @@ class GlaKernels(SegmentKernels):
         )  # fmt: skip
         return scores
 
-    def outputs(
-        self, q: Tensor, v: Tensor, b: Tensor, scores: Tensor, states: Tensor, *, reverse: bool = False
-    ) -> Tensor:
-        """o, [B, T, H, V]; in reverse dv, of k, do and the gradients of states."""
+    def outputs(self, q: Tensor, v: Tensor, b: Tensor, scores: Tensor, local: LocalStates) -> Tensor:
+        """o, [B, T, H, V]; replaces the states at chunk boundaries by the true ones."""
         o, options = torch.empty_like(v), self.tuning.outputs
         BK, BV = options.tile(self.K, self.V)
         outputs_kernel[(self.num_chunks * triton.cdiv(self.V, BV), self.BH)](
-            q, v, b, self.doc_ids, scores, states, o, self.scale, self.T, self.H, self.K, self.V, self.BH,
-            BK=BK, BV=BV, REVERSE=reverse, **self.flags, **options.launch,
+            q, v, b, self.doc_ids, scores, local.states, local.log_decays, local.segments.starts, o, self.scale,
+            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
         )  # fmt: skip
         return o
 
-    def grads(
-        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, states: Tensor, state_grads: Tensor
+    def intra_grads(
+        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dg."""
-        dq, dk, dg, options = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b), self.tuning.grads
-        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
-        for mild, chunks in ((True, 1), (False, GROUP)):
-            grads_kernel[(triton.cdiv(self.num_chunks, chunks) * triton.cdiv(self.K, BK), self.BH)](
-                q, k, v, b, do, self.doc_ids, states, state_grads, dq, dk, dg, self.scale,
-                self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV, JOINED=self._joined(BK), MILD=mild,
-                CHUNKS=chunks, KEYS=self._keys, **self.flags, **options.launch,
+        """dq; intra-chunk dk; q ⊙ dq − k ⊙ dk of that dk."""
+        dq, dk, terms = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
+        for mild, options, chunks in ((True, self.tuning.mild_grads, 1), (False, self.tuning.intra_grads, GROUP)):
+            BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
+            intra_grads_kernel[(triton.cdiv(self.num_chunks, chunks), self.BH)](
+                q, k, v, b, do, self.doc_ids, states, dq, dk, terms,
+                self.scale, self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV,
+                JOINED=self._joined(BK), ONE_TILE=self.K <= BK, MILD=mild, CHUNKS=chunks, KEYS=self._keys,
+                **self.flags, **options.launch,
             )  # fmt: skip
-        return dq, dk, dg
+        return dq, dk, terms
+
+    def input_grads(
+        self,
+        k: Tensor,
+        v: Tensor,
+        b: Tensor,
+        do: Tensor,
+        scores: Tensor,
+        states: Tensor,
+        local: LocalStates,
+        terms: Tensor,
+        dk: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """dv; dg; completes dk."""
+        dv, dg, options = torch.empty_like(v), torch.empty_like(b), self.tuning.input_grads
+        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
+        input_grads_kernel[(self.num_chunks, self.BH)](
+            k, v, b, do, self.doc_ids, scores, states, local.states, local.log_decays,
+            local.segments.starts, terms, dk, dv, dg,
+            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV,
+            FUSED=self.tuning.fused and self.K <= BK, **self.flags, **options.launch,
+        )  # fmt: skip
+        return dv, dg
 
 
 class _KernelForward(ForwardBase):
@@ -279,18 +303,17 @@ class _KernelForward(ForwardBase):
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
         self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
-        self._segments = self._launcher.segments(self._k, self._v, dense(g), b=self._b, reverse=False)
-        self.state, self.transition = self._segments.state, self._segments.log_decay
+        self._local = self._launcher.local_states(self._k, self._v, dense(g), b=self._b, reverse=False)
+        self.state, self.transition = self._local.segments.state, self._local.segments.log_decay
 
     def overlap(self) -> None:
         self._scores = self._launcher.scores(self._q, self._k, self._b)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        self._launcher.correct(self._segments, incoming_state, "incoming_state")
-        states = self._launcher.states(self._k, self._v, self._b, self._segments, reverse=False)
+        self._launcher.correct(self._local.segments, incoming_state, "incoming_state")
         # Not g too: in fp32 it is as large as bf16 q and k together. The true states serve in place of R.
-        self.saved = self._b, states, self._scores
-        return self._launcher.outputs(self._q, self._v, self._b, self._scores, states)
+        self.saved = self._b, self._local.states, self._scores
+        return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local)
 
 
 class _KernelBackward(BackwardBase):
@@ -300,16 +323,19 @@ class _KernelBackward(BackwardBase):
         self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, self.do))
         self._states, self._scores = self.saved
         self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
-        self._segments = self._launcher.segments(self._q, self._do, self._b, b=None, reverse=True)
-        self.state_grad = self._segments.state
+        self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
+        self.state_grad = self._local.segments.state
+
+    def overlap(self) -> None:
+        inputs = self._q, self._k, self._v, self._b, self._do, self._states
+        self._dq, self._dk, self._terms = self._launcher.intra_grads(*inputs)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, b, do = self._q, self._k, self._v, self._b, self._do
-        self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
-        state_grads = self._launcher.states(q, do, b, self._segments, reverse=True)
-        dv = self._launcher.outputs(k, do, b, self._scores, state_grads, reverse=True)
-        dq, dk, dg = self._launcher.grads(q, k, v, b, do, self._states, state_grads)
-        return dq, dk, dv, dg
+        self._launcher.correct(self._local.segments, incoming_grad, "incoming_grad")
+        dv, dg = self._launcher.input_grads(
+            self._k, self._v, self._b, self._do, self._scores, self._states, self._local, self._terms, self._dk
+        )
+        return self._dq, self._dk, dv, dg
 
 
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -2,10 +2,6 @@
 
 o_i = scale · (q_i ⊙ exp(b_i))ᵀ S + Σ_{j <= i} A_ij v_j          S: the true state before the chunk
 
-In reverse dv, with dS after the chunk in place of S:
-
-dv_j = (k_j ⊙ exp(b_end − b_j))ᵀ dS + Σ_{i >= j} A_ij do_i
-
 And one token of the recurrence, whose time is that of reading and writing the state.
 """
 
@@ -18,8 +14,8 @@ from torch import Tensor
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
+    load_corrected,
     load_doc_ids,
-    load_last_row,
     load_tile,
     state_pointers,
     store_tile,
@@ -28,23 +24,25 @@ from zeco_train.ops.gla.kernels.tiles import (
 
 @triton.jit
 def outputs_kernel(
-    q,  # [B, T, H, K]; in reverse k
-    v,  # [B, T, H, V]; in reverse do
+    q,  # [B, T, H, K]
+    v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C]
-    states,  # [N, B, H, K, V]: S, or dS
-    o,  # [B, T, H, V], written; in reverse dv
+    states,  # [N, B, H, K, V]: states before the chunks from their segment's zero start; become the true ones
+    log_decays,  # [N, B, H, K] fp32: by which `starts` decays on its way to them
+    starts,  # [J, B, H, K, V] fp32: true states that the segments start from
+    o,  # [B, T, H, V], written
     scale,
     T,
     H,
     K,
     V,
     BH,
+    segment_chunks,
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    REVERSE: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -60,31 +58,27 @@ def outputs_kernel(
     start = chunk * C
     rows = tl.arange(0, C)
     index = chunk.to(tl.int64) * BH + batch_head
+    segment_index = (chunk // segment_chunks) * BH + batch_head
     if DOCUMENTS:
-        own, before, end = load_doc_ids(doc_ids, start, T, C)
+        own, before, _ = load_doc_ids(doc_ids, start, T, C)
 
     result = tl.zeros([C, BV], tl.float32)
     for first_key in range(0, K, BK):
-        exponents = load_tile(b, start, T, H, K, first_key, C, BK)
-        if REVERSE:
-            total = load_last_row(b, start, T, H, K, first_key, C, BK)
-            exponents = tl.where((rows < T - start)[:, None], total[None, :] - exponents, 0.0)
-        factors = decay(exponents)
+        factors = decay(load_tile(b, start, T, H, K, first_key, C, BK))
         if DOCUMENTS:
-            factors = tl.where((own == (end if REVERSE else before))[:, None], factors, 0.0)
+            factors = tl.where((own == before)[:, None], factors, 0.0)
         queries = load_tile(q, start, T, H, K, first_key, C, BK)
         weighted = (queries.to(tl.float32) * factors).to(queries.dtype)
+        state = load_corrected(states, log_decays, starts, index, segment_index, K, V, first_key, first_value, BK, BV)
+        state = state.to(queries.dtype)
         pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
-        state = tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, state, mask=inside)
         result += tl.dot(weighted, state, input_precision=PRECISION)
-    if not REVERSE:
-        result *= scale
+    result *= scale
     values = load_tile(v, start, T, H, V, first_value, C, BV)
     # Above the diagonal the scores are mirrored (`scores_kernel`).
     pointers = scores + index * C * C + rows[:, None] * C + rows[None, :]
     weights = tl.load(pointers, mask=rows[:, None] >= rows[None, :], other=0.0).to(values.dtype)
-    if REVERSE:
-        weights = tl.trans(weights)
     result += tl.dot(weights, values, input_precision=PRECISION)
     store_tile(o, result, start, T, H, V, first_value, C, BV)
 

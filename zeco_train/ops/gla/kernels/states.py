@@ -1,16 +1,13 @@
 """States at chunk boundaries, segment by segment, and their join over the segments of a rank.
 
-A rank's chunks are cut into segments that are processed in parallel: the split over ranks again, inside a GPU, which
-one sequential loop would leave mostly idle. Each segment is walked twice: from zero, for its own state and decay, and,
-once the state that it starts from is known, for
+A rank's chunks are cut into segments that are processed in parallel, each from a zero start: the split over ranks
+again, inside a GPU, which one sequential loop would leave mostly idle. Forward:
 
-    states[n] = S before chunk n
+    states[n] = S before chunk n from the segment's start,    log_decays[n] = summed g from there to chunk n
 
 In reverse the same kernel computes the gradients, from the segment's end, with queries for keys and do for v:
 
-    states[n] = dS after chunk n
-
-Inputs are read twice, but states, which are larger, written once, and nothing corrects them where they are read.
+    states[n] = dS after chunk n from the segment's end,      log_decays[n] = summed g of the segment after chunk n
 """
 
 from __future__ import annotations
@@ -37,9 +34,10 @@ def chunk_states_kernel(
     g,  # [B, T, H, K] fp32: log-decays, or with CUMULATED their sums b inside chunks
     b,  # [B, T, H, K] fp32: b, written unless CUMULATED
     doc_ids,  # [T] int32, read with DOCUMENTS
-    states,  # [N, B, H, K, V], written if STARTED
-    totals,  # [J, B, H, K, V] fp32: S after each segment from zero, written; if STARTED the true S before each, read
-    total_decays,  # [J, B, H, K] fp32, written unless STARTED
+    states,  # [N, B, H, K, V]
+    log_decays,  # [N, B, H, K] fp32, written
+    totals,  # [J, B, H, K, V] fp32: S after each segment from a zero start, written
+    total_decays,  # [J, B, H, K] fp32, written
     scale,
     T,
     H,
@@ -53,11 +51,10 @@ def chunk_states_kernel(
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
     CUMULATED: tl.constexpr,
-    STARTED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program walks one segment with a [BK, BV] tile of the state in registers. STARTED: the second walk."""
+    """One program walks one segment with a [BK, BV] tile of the state in registers."""
     value_tiles = tl.cdiv(V, BV)
     tile = tl.program_id(0)
     segment = tl.program_id(1)
@@ -79,16 +76,13 @@ def chunk_states_kernel(
     log_decay = tl.zeros([BK], tl.float32)
     segment_index = segment * BH + batch_head
     state = tl.zeros([BK, BV], tl.float32)
-    own_total, within = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
-    if STARTED:
-        state += tl.load(own_total, mask=within, other=0.0)
 
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
-        if STARTED:
-            pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
-            tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
+        pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
+        tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
+        tl.store(log_decays + index * K + keys, log_decay, mask=(keys < K) & leads)
 
         start = chunk * C
         if CUMULATED:
@@ -121,9 +115,9 @@ def chunk_states_kernel(
         state = state * survives[:, None] + added
         log_decay += total
 
-    if not STARTED:
-        tl.store(own_total, state, mask=within)
-        tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)
+    own_total, within = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
+    tl.store(own_total, state, mask=within)
+    tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)
 
 
 @triton.jit
