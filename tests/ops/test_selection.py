@@ -113,8 +113,8 @@ def test_options_of_kernels_are_of_the_assumed_architecture() -> None:
     k = torch.empty(1, 1, 1, 128, dtype=BF16)
     for architecture in ((9, 0), (8, 0)):
         with assume(Target("cuda", architecture)):
-            assert launch.options_for(k) == launch.find(architecture, BF16, 128)
-    assert launch.find((9, 0), BF16, 128) != launch.find((8, 0), BF16, 128)
+            assert launch.options_for(k) == launch._OPTIONS.find(architecture, BF16, 128)
+    assert launch._OPTIONS.find((9, 0), BF16, 128) != launch._OPTIONS.find((8, 0), BF16, 128)
 
 
 def test_options_of_published_shapes_are_those_measured() -> None:
