@@ -29,7 +29,7 @@ with contextlib.suppress(OSError):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Tests outlive no power cut, and a disk may take 10 ms for each of thousands of files.
-os.fsync = lambda descriptor: None
+os.fsync = lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None  # fails where it would
 
 # CPU seconds of a test without the mark `slow`, including fixtures and child processes: wall time depends on the load
 # of the machine. GPU tests may have to compile kernels first.

@@ -431,12 +431,13 @@ def errors_of(case: Case) -> dict[str, float]:
         is_right = x.shape == right.shape and bool(x.isfinite().all())
         errors[name] = (x.double() - right).norm().item() / sizes[name] if is_right else math.inf
     if case.operator in DELTA and any(case.limit(name) < error < math.inf for name, error in errors.items()):
-        # Strong writes of similar keys: what a rounding of the inputs does to the exact result. The kernels round four
-        # times in a row: the inverses, the new values, the states, the weights.
+        # Strong writes of similar keys: what a rounding of the inputs does to the exact result. The kernels round five
+        # times in a row: the products for the inverses (in tf32 before, which the interpreter does not round), the
+        # inverses, the new values, the states, the weights.
         moved = expected_of(case, _rounded_once_more(case, values))
         for name, right in expected.items():
             change = (moved[name] - right).norm().item() / sizes[name]
-            errors[name] *= min(1.0, case.limit(name) / max(4 * change, 1e-30))
+            errors[name] *= min(1.0, case.limit(name) / max(5 * change, 1e-30))
     return errors
 
 

@@ -170,6 +170,8 @@ def test_views_are_read_in_place(told: list[Any], monkeypatch: pytest.MonkeyPatc
         given = seen.pop()
         assert ([x.data_ptr() for x in given[:3]] == pointers) == (tokens == 8)
         assert tokens == 8 or all(x.is_contiguous() for x in given)
+        one = cudnn._of_tokens(given[0][:, :1].shape, joined[:, :1].stride(), 0, 1, 128)
+        assert one.strides[2] == 8 * 8  # of a single token any step would do, and this one is that of its gradient
         odd = torch.zeros(1 + k.numel(), dtype=k.dtype)[1:].view_as(k)
         cudnn.attend(q.mT.contiguous().mT, odd, v, span, 0, SCALE)
         assert all(x.data_ptr() % 16 == 0 for x in seen.pop())

@@ -111,10 +111,9 @@ def test_fake_tensors_on_a_cpu_keep_what_an_assumed_gpu_keeps() -> None:
 
 def test_options_of_kernels_are_of_the_assumed_architecture() -> None:
     k = torch.empty(1, 1, 1, 128, dtype=BF16)
-    for architecture in ((9, 0), (8, 0)):
+    for architecture, key in (((9, 0), ((9, 0), BF16, 128)), ((8, 0), (None, BF16, 256))):
         with assume(Target("cuda", architecture)):
-            assert launch.options_for(k) == launch._OPTIONS.find(architecture, BF16, 128)
-    assert launch._OPTIONS.find((9, 0), BF16, 128) != launch._OPTIONS.find((8, 0), BF16, 128)
+            assert launch.options_for(k) is launch.KEPT[key]
 
 
 def test_options_of_published_shapes_are_those_measured() -> None:

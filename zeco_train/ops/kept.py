@@ -103,10 +103,6 @@ class KeptOptions(Generic[Tuning]):
             self._found[case] = self._entries[key]
         return self._found[case]
 
-    def find(self, architecture: tuple[int, int], dtype: torch.dtype, largest: int) -> Tuning:
-        """The options for head dims up to `largest` on GPUs of that compute capability."""
-        return self._entries[self._nearest(architecture, dtype, largest)]
-
     def _nearest(self, architecture: tuple[int, int], dtype: torch.dtype, largest: int) -> Key:
         # An entry for larger dims is correct for smaller ones; one for smaller dims may not fit into shared memory.
         return min(

@@ -34,13 +34,13 @@ def import_matplotlib() -> None:
     if "matplotlib" in sys.modules:
         return
     named = os.environ.get("MPLBACKEND")
-    os.environ["MPLBACKEND"] = "agg"
+    # Only then: other threads may read the environment meanwhile.
+    if named is not None:
+        os.environ["MPLBACKEND"] = "agg"
     try:
         import matplotlib  # noqa: F401
     finally:
-        if named is None:
-            del os.environ["MPLBACKEND"]
-        else:
+        if named is not None:
             os.environ["MPLBACKEND"] = named
 
 

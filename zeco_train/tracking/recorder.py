@@ -206,9 +206,9 @@ class Recorder:
             if writer is not None:
                 writer.flush()
         if self._mesh.is_main and not self._is_drawn:
-            self._is_drawn = True
             plot_run(self._run_dir)
             plot_validations(self._run_dir)
+            self._is_drawn = True
 
     def summarise(self) -> str | None:
         """End a successful run: draw its plots and return its summary line, on rank 0."""

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from signal import Signals
@@ -215,6 +216,7 @@ class Trainer:
 
 
 def _close_compiler() -> None:
-    # Inductor's processes; Python's exit would wait for them.
+    # Inductor's processes; Python's exit would wait for them, and end them if this fails.
     if (compiler := sys.modules.get("torch._inductor.async_compile")) is not None:
-        compiler.shutdown_compile_workers()
+        with suppress(Exception):
+            compiler.shutdown_compile_workers()

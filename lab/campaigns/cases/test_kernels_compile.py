@@ -43,6 +43,7 @@ COMPILED = {
     "gated, sm_90": (90, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 128, 256)), 6),
     "delta, sm_90, fp32": (90, torch.float32, KernelCase("delta", 512, (1, 2, 2, 128, 128)), 5),
     "gated, sm_80": (80, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 128, 128)), 6),
+    "gated, sm_80, wide keys": (80, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 256, 256)), 6),
     "hgrn, sm_90": (90, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
     "hgrn, sm_80": (80, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
 }

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.config import test_mistakes as gate
+from zeco_train.config import composing
+from zeco_train.config.schema import load_config
+from zeco_train.errors import ConfigError
 
 pytestmark = pytest.mark.campaign
 
@@ -91,7 +96,13 @@ def test_invalid_mixture_stores_are_refused(stores: str, expected: str) -> None:
 def test_invalid_experiment_file_is_reported(
     text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate.test_invalid_experiment_file_is_reported(text, expected, tmp_path, monkeypatch)
+    configs = shutil.copytree(composing.CONFIG_DIR, tmp_path / "configs")
+    (configs / "experiment" / "bad.yaml").write_text(text)
+    monkeypatch.setattr(composing, "CONFIG_DIR", configs)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["+experiment=bad"])
+    assert re.search(expected, str(caught.value))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

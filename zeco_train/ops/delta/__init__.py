@@ -32,8 +32,8 @@ from zeco_train.ops.oracle import by_blocks
 def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
     """H · ((C−1)·K + (C−1)·(K+V) + 2·KV + 2·KV + 2·KV + (C+1)·K + (C+1)·V) FLOPs per token of the forward pass.
 
-    In this order: the products k kᵀ, the systems for W and U, W times the state, adding k̃ᵀN to the state, applying q
-    to the state, scores q kᵀ, and scores times N.
+    In this order, of the PyTorch form: the products k kᵀ, the systems for W and U, W times the state, adding k̃ᵀN to
+    the state, applying q to the state, scores q kᵀ, and scores times N.
     """
     return _systems(heads, key_dim, value_dim) + float(
         heads * (6 * key_dim * value_dim + (CHUNK + 1) * (key_dim + value_dim))
@@ -66,10 +66,12 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
     return (query @ of_groups).view(v.shape).to(v.dtype)
 
 
-# A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory.
+# A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory. V goes by
+# tiles; no published shape has more.
 _KERNELS = KernelRule(largest=(256, 512))
-# 16,384 tokens and 16 heads: gated_delta 1.963 ms, 0.648 of them forward, kda 2.777 and 0.870 (docs/benchmarks.md).
-_GATED_TIME = OperatorTime("gated_delta", 7.49e-9, 0.33, 128, 128)
+# 16,384 tokens and 16 heads: gated_delta 1.392 ms on an H100, by its kernels 0.37 of them forward, kda 2.777 and 0.870
+# on an H200 (docs/benchmarks.md).
+_GATED_TIME = OperatorTime("gated_delta", 5.31e-9, 0.27, 128, 128)
 
 
 _FORMULA = (

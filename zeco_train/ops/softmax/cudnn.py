@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -240,7 +241,7 @@ def _of_batch(shape: Sequence[int], strides: Sequence[int], length: int) -> _Ope
 # [B, T, H, D], or the sums [B, T, H], as tokens of sequences one behind the other.
 def _of_tokens(shape: Sequence[int], strides: Sequence[int], side: int, count: int, longest: int) -> _Operand:
     # A step over a dimension of size 1 may be any number.
-    token = strides[1 if shape[1] > 1 else 0]
+    token = strides[1] if shape[1] > 1 else strides[0] if shape[0] > 1 else math.prod(shape[2:])
     dims = count, shape[2], longest, shape[3] if len(shape) == 4 else 1
     return _Operand(dims, (longest * token, strides[2], token, 1), side)
 

@@ -110,7 +110,7 @@ def load_strengths(beta, start, T, H, C: tl.constexpr, TOKENS: tl.constexpr):
     rows = tl.arange(0, C)
     least: tl.constexpr = 2.0**-40 if tl.float32 == TOKENS else 2.0**-24
     strengths = tl.load(beta + (start + rows).to(tl.int64) * H, mask=rows < T - start, other=0.0)
-    return tl.maximum(strengths, least)
+    return tl.maximum(strengths, least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

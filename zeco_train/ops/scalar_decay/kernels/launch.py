@@ -6,10 +6,11 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
 
 Scores and the states of chunks are kept nowhere: each walk over a segment computes its own, in registers. Or, where
-that is faster and for all head dims beyond 256, a walk writes the states to a buffer of this pass, and all chunks are
-computed at once from them (`ScalarDecayTuning.states`); the scan over ranks then hides the states in place of dq, which
-one kernel computes with dk. Of the forward pass the true states at segments' starts are saved, in place of R, and the
-decays' sums inside chunks in place of g. The kernels also run on a CPU under Triton's interpreter, in fp32.
+that is faster and for keys of more than 256 channels, a walk writes the states to a buffer of this pass, and all
+chunks, or their gradients alone, are computed at once from them (`ScalarDecayTuning.states`); the scan over ranks then
+hides the states in place of dq, which one kernel computes with dk and dv. Of the forward pass the true states at
+segments' starts are saved, in place of R, and the decays' sums inside chunks in place of g. The kernels also run on a
+CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums, but `chunk` and `span` also between which products bf16 rounds.
 """
@@ -33,7 +34,7 @@ from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, grads_kern
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
-# The largest K and V of a walk, which holds one of the state's two dims whole, in shared memory.
+# The largest dim of a state that a walk holds whole, in shared memory.
 _DEPTH = 256
 _SUMMARIES = TileOptions(_DEPTH, 64, 4, 3)
 _WALK = TileOptions(_DEPTH, 64, 4, 2)
@@ -129,7 +130,10 @@ _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
 
 
 class DecayTerms(NamedTuple):
-    """What dq leaves for dg (`zeco_train.ops.scalar_decay.kernels.walk`), or dk; the last two only of dk."""
+    """What dq leaves for dg (`zeco_train.ops.scalar_decay.kernels.walk`), or dk; the last two only of dk.
+
+    By chunks `sums` of dq are q · dq − k · dk of pairs in a chunk, and those of dk are k · dk from the state.
+    """
 
     # S in the dtype of the tokens, [N / span, B, H, V, K], which the walk of dq writes for that of dk; not by chunks
     borders: Tensor | None
