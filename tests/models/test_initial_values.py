@@ -43,6 +43,7 @@ def test_threads_draw_what_one_generator_does(settings: list[str], monkeypatch: 
     jumps = []
     monkeypatch.setattr(initial_values, "_SHARE", spec.num_parameters // 6)
     monkeypatch.setattr(initial_values, "jump", lambda generator, draws: jumps.append(draws) or jump(generator, draws))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     threaded.init_weights(5)
     assert len(jumps) > 2
     generator = torch.Generator().manual_seed(5)
