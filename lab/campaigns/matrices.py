@@ -1,6 +1,6 @@
 """Question: do the cases pass that the gate leaves out, since another case stands for their mechanism?
 Command: python -m lab.campaigns.matrices [--jobs N] [--minutes M] [--again] [FILE ...]
-Date: 2026-11-27, 53 files; the table names the others
+Date: 2026-11-27, all 136 files
 Answer: results/matrices.txt, a row for each file of tests/ and cases/ that has tests marked `campaign`
 
 Each file has a pytest of its own, which is interrupted after M minutes. Its row is written as soon as it has ended. The
