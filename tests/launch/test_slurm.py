@@ -62,6 +62,8 @@ def test_curve_is_unchanged_after_lost_rank_and_requeue(
 ) -> None:
     job = SlurmJob(cluster, tmp_path, "--nodes=2", settings=SETTINGS)
     job.wait_for_step(6, "0.0")
+    # Saves run beside the training, and may be slower than two of its steps.
+    job.wait(lambda: any((job.run_dir / "checkpoints").glob("step_????????")), "the first checkpoint")
     os.kill(cluster.ranks(job.number)[1], signal.SIGKILL)
 
     # Restarts in the same allocation from the newest checkpoint.
