@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.preparation.pipeline import CONTROL_IDS, Job, Part, PrepareOptions, cached_tokenizer, tokenize_units
+from data.preparation.pipeline import CONTROL_IDS, Part, Preparation, PrepareOptions, cached_tokenizer, tokenize_units
 from data.preparation.work_folder import MOVING, READ, READING, SPLIT, WorkFolder, meta_sha256, work_folder
-from data.sources import FileSource, Source, Unit
+from data.sources import DocumentSource, FileSource, Unit
 from data.sources.hugging_face import DatasetSpec, is_saved_dataset, open_dataset
 from data.sources.readers import LeftOut
 from data.store import VALIDATION_FOLDER, StoreMeta, check_replaceable, read_meta
@@ -136,7 +136,7 @@ class _Preparation:
             found |= {"num_files": self.source.num_files, "skipped_files": self.source.skipped}
         return found
 
-    def _open_source(self) -> Source:
+    def _open_source(self) -> DocumentSource:
         options, spec = self._options, self._options.dataset
         saved = [path for path in options.sources if is_saved_dataset(path)]
         if saved and len(options.sources) > 1:
@@ -155,7 +155,7 @@ class _Preparation:
         small = source.amount == "bytes" and source.total <= _SMALL_CORPUS_BYTES
         self.workers = options.workers or (1 if small else len(os.sched_getaffinity(0)))
         self._made, self._state = {part.name: part for part in state.waiting}, state
-        job = Job(source, self._work.parts, options)
+        job = Preparation(source, self._work.parts, options)
         start = saved = time.monotonic()
         parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
         display = Display(source.total, source.amount, state.amount, state.writer.num_tokens)

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from data.sources import DOCUMENT_BYTES, UNIT_BYTES, Source, Unit
+from data.sources import DOCUMENT_BYTES, UNIT_BYTES, DocumentSource, Unit
 from data.sources.hugging_face import DatasetSpec
 from data.sources.readers import Document, LeftOut
 from data.store import token_dtype
@@ -72,10 +72,10 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class Preparation:
     """What is the same for all units: `parts` is the output folder, whose files the caller deletes after use."""
 
-    source: Source
+    source: DocumentSource
     parts: Path
     options: PrepareOptions
 
@@ -102,7 +102,7 @@ class Part:
 class UnitTokenizer:
     """Makes the parts of units. Unfinished units stay open for their next part."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Preparation) -> None:
         self._job, self._with_control = job, job.options.control_strings == "ids"
         self._tokenizer = cached_tokenizer(job.options.tokenizer, job.options.eos)
         self._is_control = np.zeros(self._tokenizer.vocab_size, dtype=bool)
@@ -182,7 +182,7 @@ class _Lane:
 
 
 def tokenize_units(
-    job: Job, units: Iterator[tuple[int, Unit]], workers: int, first: int, made: dict[str, Part]
+    job: Preparation, units: Iterator[tuple[int, Unit]], workers: int, first: int, made: dict[str, Part]
 ) -> Generator[Part, None, None]:
     """Yield the parts of numbered `units` in order; with more than one worker, prefetched by worker processes.
 
@@ -251,7 +251,7 @@ def _terminal_signals_blocked() -> Iterator[None]:
 class _Pool:
     """Worker processes, each with its own queue, so that an open unit stays with its worker."""
 
-    def __init__(self, job: Job, workers: int) -> None:
+    def __init__(self, job: Preparation, workers: int) -> None:
         # Spawn: fork is unsafe with the threads of tokenizers and pyarrow.
         context = multiprocessing.get_context("spawn")
         self._stop_reader, self._stop_writer = context.Pipe(duplex=False)
@@ -336,11 +336,11 @@ def _take(texts: Iterator[Document], most: int, most_bytes: int) -> tuple[list[D
     return taken, size
 
 
-_job: Job | None = None
+_job: Preparation | None = None
 _unit_tokenizer = functools.cache(UnitTokenizer)
 
 
-def _start_worker(stop_reader: Connection, job: Job) -> None:
+def _start_worker(stop_reader: Connection, job: Preparation) -> None:
     global _job
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_exit_with_parent, args=(stop_reader,), daemon=True).start()

@@ -65,7 +65,7 @@ class Unit:
     stamp: str = ""  # digest of its files' names, sizes and modification times, to detect changes
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Documents in a fixed order, cut into units. Worker processes get a copy."""
 
     name: str  # in messages

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.sources import UNIT_BYTES, Source, Unit
+from data.sources import UNIT_BYTES, DocumentSource, Unit
 from data.sources.readers import ROWS_AT_ONCE, Document, check_column, texts_of_column
 from data.tokenizer import announce_hub
 from zeco_train.errors import ConfigError, DataError
@@ -100,7 +100,7 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / _SAVED_SPLITS).is_file() or all((folder / name).is_file() for name in _SAVED_DATASET)
 
 
-def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTES) -> Source:
+def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTES) -> DocumentSource:
     """Open a local or hub data set as a source of text.
 
     Raises DataError if it cannot be found, reached or read, or has no such configuration, split or field.

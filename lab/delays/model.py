@@ -13,7 +13,7 @@ from zeco_train.bench.session import Session
 from zeco_train.bench.variants import Variant
 from zeco_train.config.schema import Config
 from zeco_train.plan import calibration as known
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.devices import Gpu, machine
 from zeco_train.plan.step_time import drift_seconds, operator_seconds, waited_seconds
 from zeco_train.plan.traffic import scan_choice, scanning_blocks
@@ -73,7 +73,7 @@ class Predicted:
             sp=variant.sp_config(state_elements(run)),
             data=dataclasses.replace(run.data, seq_len=ranks * tokens, global_batch=1, micro_batch=1),
         )
-        case = Case(config, ranks, ranks, machine(gpu_of(session)), gpus_per_node=ranks)
+        case = PlannedCase(config, ranks, ranks, machine(gpu_of(session)), gpus_per_node=ranks)
         (block,) = scanning_blocks(case)
         choice = scan_choice(case)
         assert choice is not None, "states cross ranks"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lab.paper.ours import DEVICES, gla_1b
 from zeco_train.plan import calibration as known
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.traffic import scan_choice, scanning_blocks
 from zeco_train.sp.backend_registry import BACKENDS
@@ -84,7 +84,7 @@ class Step:
     drift: float = known.DRIFT[True]
 
     @classmethod
-    def of(cls, case: Case) -> Step:
+    def of(cls, case: PlannedCase) -> Step:
         """The step of a model with one kind of blocks."""
         (block,) = scanning_blocks(case)
         whole, (forward, backward) = plan_step(case.by(BACKENDS["dp"])), operator_seconds(case, block)

@@ -11,7 +11,7 @@ from typing import Any
 from zeco_train.bench.stored import load_results
 from zeco_train.collectives.cost_model import assumed_costs
 from zeco_train.plan.advice import fastest_shards
-from zeco_train.plan.case import Case, build_case
+from zeco_train.plan.case import PlannedCase, build_case
 from zeco_train.plan.config import parse
 from zeco_train.plan.sharding import parameter_seconds
 from zeco_train.plan.step_time import plan_step
@@ -140,11 +140,11 @@ def _rows(device: str, gpus: int, tokens: int, alpha: float) -> Iterator[Predict
             yield Predicted(device, gpus, tokens, alpha, label, case.shards, name, microseconds, *scaled)
 
 
-_CASES: dict[str, Case] = {}
+_CASES: dict[str, PlannedCase] = {}
 _SHARDS: dict[tuple[str, int, int], int] = {}
 
 
-def gla_1b(device: str, gpus: int, tokens: int, alpha: float, shards: int | None = None) -> Case:
+def gla_1b(device: str, gpus: int, tokens: int, alpha: float, shards: int | None = None) -> PlannedCase:
     """gla_1b on GPUs that share one sequence, with FSDP within `shards` of them; None: within the fastest number.
 
     Composed once per device: a case is a few numbers of it.

@@ -201,9 +201,9 @@ def test_lm_eval_generation_arguments_are_translated() -> None:
     pytest.importorskip("lm_eval")
     from data.tokenizer import ByteTokenizer
     from zeco_train.errors import ConfigError
-    from zeco_train.evaluate.language_model import LanguageModel
+    from zeco_train.evaluate.language_model import EvaluatedModel
 
-    model = LanguageModel(mock.Mock(), ByteTokenizer(), seed=7)
+    model = EvaluatedModel(mock.Mock(), ByteTokenizer(), seed=7)
     sampling, limits = model._settings({"until": "\n", "max_gen_toks": 5, "do_sample": False, "temperature": 0.8})
     assert (sampling.temperature, limits.stops, limits.max_tokens) == (0.0, ("\n",), 5)
     sampling, limits = model._settings({"do_sample": True, "top_k": 4, "top_p": 0.9})

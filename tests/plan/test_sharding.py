@@ -9,7 +9,7 @@ import pytest
 from tests.support.planning import GLA_1B, make, make_case
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import fastest_shards
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.memory import unit_bytes
 from zeco_train.plan.report import as_text
 from zeco_train.plan.sharding import (
@@ -29,7 +29,7 @@ SIMPLE = calibration.Protocol(1e-6, 3e-6, 10e-6, 1.0)
 SLOW_TREE = calibration.Protocol(1.0, 0.0, 0.0, 1.0)
 
 
-def of_1b(ranks: int, *more: str) -> Case:
+def of_1b(ranks: int, *more: str) -> PlannedCase:
     return make_case(*GLA_1B, f"world_size={ranks}", f"data.seq_len={16_384 * ranks}", *more)
 
 

@@ -21,7 +21,7 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.__main__ import main, make_plan
 from zeco_train.plan.advice import Option, evaluate
-from zeco_train.plan.case import Case, build_case
+from zeco_train.plan.case import PlannedCase, build_case
 from zeco_train.plan.config import parse
 from zeco_train.plan.report import Plan
 from zeco_train.sp.exchange import local_exchange
@@ -41,7 +41,7 @@ GLA_1B = ["model=gla_1b", "train.dtype=bf16", "data.global_batch=1"]
 EAGER = "train.compile=never"
 
 
-def make_case(*arguments: str) -> Case:
+def make_case(*arguments: str) -> PlannedCase:
     return build_case(parse(arguments))[0]
 
 
@@ -114,7 +114,7 @@ def kept_by_token(
     return (long - short) / 256
 
 
-def case_of(config: LanguageModelConfig, *arguments: str, compiled: bool = False) -> Case:
+def case_of(config: LanguageModelConfig, *arguments: str, compiled: bool = False) -> PlannedCase:
     """Of a model."""
     case = make_case(f"train.compile={'always' if compiled else 'never'}", *arguments)
     return dataclasses.replace(case, config=dataclasses.replace(case.config, model=config))

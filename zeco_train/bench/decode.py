@@ -69,7 +69,7 @@ def run(config: DecodeConfig, session: Session, report: Report) -> None:
         WrongResultError: before anything is timed.
         ConfigError: this machine supports none of the variants.
     """
-    _Measurement(config, session, report).measure()
+    _DecodeMeasurement(config, session, report).measure()
 
 
 CASE = Case("decode", DecodeConfig, COLUMNS, run)
@@ -95,7 +95,7 @@ class _Kind:
     state_bytes: int = 0
 
 
-class _Measurement:
+class _DecodeMeasurement:
     def __init__(self, config: DecodeConfig, session: Session, report: Report) -> None:
         self._config, self._session, self._report = config, session, report
         self._variants = [name for name in config.variants if name != "graph" or session.on_cuda]

@@ -24,7 +24,7 @@ from zeco_train.distributed.mesh import Device, agree
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation, check_read, replaced
 from zeco_train.evaluate.results import RESULTS_FILE, ResultsFolder
-from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS, Task, build_tasks
+from zeco_train.evaluate.task_registry import LM_EVAL, STANDARD, TASKS, EvaluationTask, build_tasks
 from zeco_train.hf.trained import find_trained, join_to_use
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.system.command import Parser, user_path
@@ -85,7 +85,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     return 0
 
 
-def _run(evaluation: Evaluation, tasks: Mapping[str, Task], folder: ResultsFolder | None) -> None:
+def _run(evaluation: Evaluation, tasks: Mapping[str, EvaluationTask], folder: ResultsFolder | None) -> None:
     for name, task in tasks.items():
         evaluation.enter(f"task {name}")
         evaluation.note(f"\n{name}")
@@ -97,7 +97,7 @@ def _run(evaluation: Evaluation, tasks: Mapping[str, Task], folder: ResultsFolde
         evaluation.note(f"({time.monotonic() - started:.1f} s)")
 
 
-def _facts(evaluation: Evaluation, tasks: Mapping[str, Task]) -> dict[str, Any]:
+def _facts(evaluation: Evaluation, tasks: Mapping[str, EvaluationTask]) -> dict[str, Any]:
     trained = evaluation.trained
     return {
         "model": str(trained.path.resolve()),
@@ -118,7 +118,7 @@ def _banner(evaluation: Evaluation) -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """Parsed command line."""
 
     path: str  # of the trained model
@@ -129,7 +129,7 @@ class Request:
     out: Path | None  # None: a folder beside the model
 
 
-def parse(arguments: Sequence[str]) -> Request:
+def parse(arguments: Sequence[str]) -> EvaluationRequest:
     """Read a command line. Raises ConfigError if it is malformed, or names a task twice or none."""
     parser = Parser(prog="python -m zeco_train.evaluate", add_help=False)
     parser.add_argument("path", metavar="RUN")
@@ -158,7 +158,7 @@ def parse(arguments: Sequence[str]) -> Request:
     overrides = [text for text in parsed.settings if text not in settings]
     for text in overrides:
         _check_override(text)
-    return Request(parsed.path, own, standard, settings, overrides, parsed.out)
+    return EvaluationRequest(parsed.path, own, standard, settings, overrides, parsed.out)
 
 
 def _section(text: str) -> str:

@@ -40,7 +40,7 @@ class Tasks(TaskManager):
             raise DataError(f"--tasks {','.join(map(str, task_list))}", f"lm_eval: {reason}", remedy) from error
 
 
-class LanguageModel(TemplateLM):
+class EvaluatedModel(TemplateLM):
     """The interface of lm_eval to the trained model; `seed` is of sampled texts."""
 
     def __init__(self, service: Service, tokenizer: Tokenizer, seed: int) -> None:

@@ -76,10 +76,10 @@ class StandardTasks:
     def _harness(self, evaluation: Evaluation, service: Any) -> Mapping[str, Any]:
         from lm_eval import simple_evaluate
 
-        from zeco_train.evaluate.language_model import LanguageModel
+        from zeco_train.evaluate.language_model import EvaluatedModel
 
         results = simple_evaluate(
-            LanguageModel(service, evaluation.trained.tokenizer, self.seed),
+            EvaluatedModel(service, evaluation.trained.tokenizer, self.seed),
             tasks=list(evaluation.standard),
             num_fewshot=self.num_fewshot,
             limit=self.limit,

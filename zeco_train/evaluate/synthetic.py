@@ -197,7 +197,7 @@ class _Numbers(SyntheticTask):
 
 
 @dataclass
-class Recall(SyntheticTask):
+class RecallTask(SyntheticTask):
     """Settings of `recall`.
 
     Attributes:

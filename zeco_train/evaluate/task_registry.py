@@ -30,7 +30,7 @@ class TaskResult:
     figures: Mapping[str, Figure] = field(default_factory=dict)  # by file name (`needle.png`)
 
 
-class Task(Protocol):
+class EvaluationTask(Protocol):
     """A dataclass of settings; its docstring has `Attributes:`, which `--help` shows. One of them is a whole number."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -55,9 +55,9 @@ class TaskKind:
     summary: str  # a line for `--help`
     where: str  # MODULE:CLASS
 
-    def load(self) -> type[Task]:
+    def load(self) -> type[EvaluationTask]:
         module, _, name = self.where.partition(":")
-        return cast("type[Task]", getattr(importlib.import_module(module), name))
+        return cast("type[EvaluationTask]", getattr(importlib.import_module(module), name))
 
 
 TASKS: dict[str, TaskKind] = {
@@ -67,7 +67,7 @@ TASKS: dict[str, TaskKind] = {
     **{
         name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.synthetic:{kind}")
         for name, kind, summary in (
-            ("recall", "Recall", "values by their keys"),
+            ("recall", "RecallTask", "values by their keys"),
             ("needle", "Needle", "a number by its name, in text"),
             ("needle_multikey", "MultiKey", "one of several numbers by its name"),
             ("needle_multivalue", "MultiValue", "all numbers of a name"),
@@ -81,7 +81,7 @@ LM_EVAL = "lm_eval"
 STANDARD = TaskKind("lm_eval's tasks", "zeco_train.evaluate.standard:StandardTasks")
 
 
-def build_tasks(names: Sequence[str], standard: Sequence[str], settings: Sequence[str]) -> dict[str, Task]:
+def build_tasks(names: Sequence[str], standard: Sequence[str], settings: Sequence[str]) -> dict[str, EvaluationTask]:
     """Create the tasks `names`, and one for all of lm_eval's tasks `standard`, with TASK.KEY=VALUE settings, by name.
 
     Raises ConfigError for an unknown key, or a value of the wrong type or out of range.

@@ -1,6 +1,6 @@
 """How much memory the activations of a block take: measured, on a machine that need not have the planned device.
 
-The way, from `Case.measured`:
+The way, from `PlannedCase.measured`:
 
 1. One block of the model is built on the meta device: its tensors have shapes, and no memory. Its operators choose what
    they would on the planned device (`assume`), and their kernels launch nothing (`stand_ins.py`).

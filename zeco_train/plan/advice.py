@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zeco_train.distributed.config import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.attention_costs import attention_blocks, problem_of
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.sharding import parameter_seconds
 from zeco_train.plan.step_time import StepTime, plan_step
@@ -24,7 +24,7 @@ _MOST_RANKS = 1 << 16
 class Option:
     """A case with its predicted memory and time."""
 
-    case: Case
+    case: PlannedCase
     memory: Memory
     time: StepTime
 
@@ -34,12 +34,12 @@ class Option:
         return f"train.recompute={self.case.recompute.value} train.segments={self.case.segments}"
 
 
-def evaluate(case: Case, headroom: float) -> Option:
+def evaluate(case: PlannedCase, headroom: float) -> Option:
     """Plan one case."""
     return Option(case, plan_memory(case, headroom), plan_step(case))
 
 
-def options(case: Case, headroom: float) -> list[Option]:
+def options(case: PlannedCase, headroom: float) -> list[Option]:
     """Fastest first, for each recompute setting the fewest segments that fit, and the case itself if it fits."""
     fitting: list[Option] = []
     for recompute, segments in itertools.product(Recompute, legal_segments(case)):
@@ -55,7 +55,7 @@ def options(case: Case, headroom: float) -> list[Option]:
     return sorted(fitting, key=lambda option: option.time.total)
 
 
-def legal_segments(case: Case) -> list[int]:
+def legal_segments(case: PlannedCase) -> list[int]:
     """Numbers of segments that divide the sequence, with at least `LEAST_TOKENS` tokens of each on a rank.
 
     Only 1 with layers that read the whole sequence at once: unmasked ones, and softmax attention.
@@ -66,7 +66,7 @@ def legal_segments(case: Case) -> list[int]:
     return [1, *(count for count in divisors(length)[1:] if length // count >= LEAST_TOKENS)]
 
 
-def more_ranks(case: Case, headroom: float) -> Option | None:
+def more_ranks(case: PlannedCase, headroom: float) -> Option | None:
     """The fastest option on the fewest ranks that share a sequence, doubled until one fits; None if none does."""
     if not case.config.sp.spec.scans:
         return None
@@ -81,7 +81,7 @@ def more_ranks(case: Case, headroom: float) -> Option | None:
     return None
 
 
-def fastest_shards(case: Case, headroom: float) -> Option | None:
+def fastest_shards(case: PlannedCase, headroom: float) -> Option | None:
     """The case with the fastest `parallel.shard_size` that fits, the largest of equals; None without one."""
     if case.config.parallel.strategy is Strategy.ddp:
         return None

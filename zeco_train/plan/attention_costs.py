@@ -8,7 +8,7 @@ from typing import NamedTuple
 from models.spec import AttentionSpec, BlockSpec
 from zeco_train.ops.softmax.attention import kernel_name
 from zeco_train.plan import calibration as known
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.method_registry import METHODS, choose_method
 from zeco_train.sp.exchange import softmax_load
@@ -21,14 +21,14 @@ class Exchanges(NamedTuple):
     seconds: float
 
 
-def attention_blocks(case: Case) -> Iterator[tuple[BlockSpec, AttentionSpec]]:
+def attention_blocks(case: PlannedCase) -> Iterator[tuple[BlockSpec, AttentionSpec]]:
     """The kinds of softmax layers, with their shape."""
     for block in case.spec.blocks.values():
         if block.attention is not None:
             yield block, block.attention
 
 
-def method_of(case: Case) -> MethodSpec:
+def method_of(case: PlannedCase) -> MethodSpec:
     """The method of softmax attention; `ConfigError` if it cannot spread the heads over these ranks."""
     if case.other_method is not None:
         return case.other_method
@@ -38,7 +38,7 @@ def method_of(case: Case) -> MethodSpec:
     return choose_method(config.sp.attention, load)
 
 
-def problem_of(case: Case, method: str) -> str | None:
+def problem_of(case: PlannedCase, method: str) -> str | None:
     """Why a method, or `auto`, cannot spread the softmax layers' heads over the case's ranks; None: it can."""
     if method not in METHODS:
         return None
@@ -47,14 +47,14 @@ def problem_of(case: Case, method: str) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def attention_kernel(case: Case, block: BlockSpec) -> str:
+def attention_kernel(case: PlannedCase, block: BlockSpec) -> str:
     """What computes the attention of a softmax layer."""
     train, target = case.config.train, case.machine.target
     is_served = all(call.problem(target) is None for call in block.calls(train.dtype.compute))
     return kernel_name(target, is_served, train.deterministic)
 
 
-def method_costs(case: Case, attention: AttentionSpec) -> MethodCosts:
+def method_costs(case: PlannedCase, attention: AttentionSpec) -> MethodCosts:
     """Bytes and memory of one layer for a micro-batch."""
     if case.sp_size == 1:
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
@@ -64,7 +64,7 @@ def method_costs(case: Case, attention: AttentionSpec) -> MethodCosts:
     return costs._replace(**{name: case.batch * getattr(costs, name) for name in ("forward", "backward", "held")})
 
 
-def plan_exchanges(case: Case) -> Exchanges:
+def plan_exchanges(case: PlannedCase) -> Exchanges:
     """The messages of a step; none where no rank shares a sequence, or in a replay."""
     sent = seconds = 0.0
     if case.backend.scans and case.sp_size > 1:
@@ -81,7 +81,7 @@ def plan_exchanges(case: Case) -> Exchanges:
     return Exchanges(sent, seconds)
 
 
-def attention_seconds(case: Case) -> float:
+def attention_seconds(case: PlannedCase) -> float:
     """Seconds of the softmax layers' scores and outputs in a step."""
     # Where no rank shares a sequence, each has one of its own of as many tokens.
     shared, total = bool(case.backend.scans) or case.sp_size == 1, 0.0
@@ -92,7 +92,7 @@ def attention_seconds(case: Case) -> float:
     return total
 
 
-def _layer_seconds(case: Case, block: BlockSpec, seq_len: int) -> tuple[float, float]:
+def _layer_seconds(case: PlannedCase, block: BlockSpec, seq_len: int) -> tuple[float, float]:
     # Forward and backward, of a pass on the average rank.
     flops, rate = block.operator_flops(seq_len), case.machine.flops[case.config.train.dtype]
     tokens = case.tokens * case.slow_down(block) / rate

@@ -32,7 +32,7 @@ from zeco_train.training.graphs import capture_problem
 
 
 @dataclass(frozen=True)
-class Case:
+class PlannedCase:
     """A configuration on `world_size` ranks, of which `sp_size` share a sequence, each a device `machine`.
 
     Attributes:
@@ -50,7 +50,7 @@ class Case:
 
     def by(
         self, backend: BackendSpec | None = None, scan: ScanSpec | None = None, method: MethodSpec | None = None
-    ) -> Case:
+    ) -> PlannedCase:
         """The same ranks and tokens by another backend, one of its algorithms, or another method of softmax attention.
 
         Without an algorithm a backend takes the configured one, or the fastest.
@@ -63,7 +63,7 @@ class Case:
 
     def with_changes(
         self, *, segments: int | None = None, recompute: Recompute | None = None, shard_size: int | None = None
-    ) -> Case:
+    ) -> PlannedCase:
         """A copy with other values; None leaves one unchanged."""
         train = replace(self.config.train, segments=segments or self.segments, recompute=recompute or self.recompute)
         parallel = replace(self.config.parallel, shard_size=shard_size or self.config.parallel.shard_size)
@@ -202,7 +202,7 @@ class Case:
         return 1.0 if path is None or path.slow_down is None else path.slow_down
 
 
-def build_case(request: Request) -> tuple[Case, list[str]]:
+def build_case(request: Request) -> tuple[PlannedCase, list[str]]:
     """The requested case, and the assumptions made for it, one per line.
 
     Raises:
@@ -234,7 +234,7 @@ def build_case(request: Request) -> tuple[Case, list[str]]:
     check_softmax(config.sp, config.model, sp_size)
     # CPU ranks always share a machine.
     per_node = world_size if gpu is Gpu.cpu else settings.gpus_per_node
-    case = Case(config, world_size, sp_size, device, per_node)
+    case = PlannedCase(config, world_size, sp_size, device, per_node)
     config.sp.scans_over(case.topology)
     for path in check_kernels("train.kernels", config.train.kernels, kernel_calls(config), device.target, case.tokens):
         times = "the times below count that" if path.slow_down else "the times below are of kernels, and too short"

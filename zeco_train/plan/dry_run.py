@@ -26,7 +26,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.seam import ScanRequest, StateScan
 from zeco_train.plan.advice import Option
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.memory import optimizer_bytes, parameter_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend import TappedScan
@@ -84,7 +84,7 @@ class DryRun:
         return "\n".join(lines)
 
 
-def dry_run(case: Case, rank: int) -> DryRun:
+def dry_run(case: PlannedCase, rank: int) -> DryRun:
     """Build a rank of the case, and run an optimizer step of one micro-batch.
 
     Once in a process: caches of DTensor keep the names of groups.
@@ -113,13 +113,13 @@ def dry_run(case: Case, rank: int) -> DryRun:
         dist.destroy_process_group()
 
 
-def _shortened(case: Case) -> Case:
+def _shortened(case: PlannedCase) -> PlannedCase:
     tokens = min(case.tokens // case.batch, _TOKENS_ON_CPU)
     data = replace(case.config.data, seq_len=tokens * case.sp_size * case.segments)
     return replace(case, config=replace(case.config, data=data))
 
 
-def _step(case: Case, mesh: ProcessMesh) -> DryRun:
+def _step(case: PlannedCase, mesh: ProcessMesh) -> DryRun:
     config = case.config
     # Symmetric memory needs peers that map it.
     all_scan = replace(config.sp.all_scan, transport=AllScanTransport.p2p)
@@ -158,7 +158,7 @@ def _step(case: Case, mesh: ProcessMesh) -> DryRun:
     )
 
 
-def _batches(case: Case, mesh: ProcessMesh) -> list[Batch]:
+def _batches(case: PlannedCase, mesh: ProcessMesh) -> list[Batch]:
     # The segments of one micro-batch, of arbitrary tokens; with document resets of a single document.
     seq_len, has_documents = case.config.data.seq_len, case.config.data.reset_state_at_document
     split = mesh.split(seq_len, case.batch, documents=has_documents, segments=case.segments)

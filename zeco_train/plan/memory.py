@@ -22,7 +22,7 @@ from models.spec import Shape
 from zeco_train.distributed.config import Strategy
 from zeco_train.plan import calibration
 from zeco_train.plan.attention_costs import method_costs
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "states", "logits", "buffers", "workspace")
 
@@ -70,7 +70,7 @@ class Memory:
         return self.peak <= self.usable
 
 
-def plan_memory(case: Case, headroom: float) -> Memory:
+def plan_memory(case: PlannedCase, headroom: float) -> Memory:
     """The memory of the rank with the highest peak."""
     mixers = [case.config.model.mixer_of(layer) for layer in range(case.config.model.num_layers)]
     head, hidden = _loss_bytes(case), case.tokens * case.config.model.hidden_size * case.compute_bytes
@@ -119,7 +119,7 @@ def plan_memory(case: Case, headroom: float) -> Memory:
     return Memory(ordered, outside, fragments, headroom, case.machine.memory / ranks)
 
 
-def _passing(case: Case, layer: int, carried: bool) -> dict[str, float]:
+def _passing(case: PlannedCase, layer: int, carried: bool) -> dict[str, float]:
     # The backward pass of a layer: the blocks after it are done. Theirs are the gradients, unless those have a place of
     # their own; and their gathered weights are freed in the last backward pass of a step, which may be the only one.
     model, blocks = case.config.model, case.spec.blocks
@@ -142,25 +142,25 @@ def _elements(shapes: Iterable[Shape], shards: int = 1) -> int:
     return sum(_local(shape, shards) for shape in shapes)
 
 
-def parameter_bytes(case: Case, itemsize: int) -> float:
+def parameter_bytes(case: PlannedCase, itemsize: int) -> float:
     """Bytes of a rank's parameters, of the first ranks' if they do not divide evenly."""
     shards = case.shards
     return float(itemsize * sum(_local(shape, shards) for shape, _ in case.spec.parameters))
 
 
-def optimizer_bytes(case: Case) -> float:
+def optimizer_bytes(case: PlannedCase) -> float:
     """Optimizer state of this rank's parameters."""
     state_bytes, shards = case.config.optim.spec.state_bytes, case.shards
     parameters = case.spec.parameters
     return float(sum(state_bytes(_local(shape, shards), case.master_bytes, rule) for shape, rule in parameters))
 
 
-def kept_bytes(case: Case, mixers: Iterable[str]) -> float:
+def kept_bytes(case: PlannedCase, mixers: Iterable[str]) -> float:
     """Bytes that blocks of these kinds keep for their backward pass."""
     return sum(case.measured(name).kept.at(case.tokens) for name in mixers)
 
 
-def _passing_back(case: Case, name: str) -> float:
+def _passing_back(case: PlannedCase, name: str) -> float:
     # Of a block's backward pass, in addition to what it keeps; a method of softmax attention holds more.
     measured, attention = case.measured(name), case.spec.blocks[name].attention
     passing = measured.backward.at(case.tokens)
@@ -169,7 +169,7 @@ def _passing_back(case: Case, name: str) -> float:
     return max(passing, measured.attending.at(case.tokens) + method_costs(case, attention).held)
 
 
-def _loss_bytes(case: Case) -> float:
+def _loss_bytes(case: PlannedCase) -> float:
     # Logits of a chunk, their gradient, and the gradient of the head's weight.
     model = case.config.model
     chunk = min(calibration.LOSS_CHUNK[case.machine.is_cpu], case.tokens) * model.vocab_size
@@ -180,7 +180,7 @@ def _loss_bytes(case: Case) -> float:
     return float(chunk * logits + model.vocab_size * model.hidden_size * case.wide_bytes)
 
 
-def _state_bytes(case: Case) -> float:
+def _state_bytes(case: PlannedCase) -> float:
     # R and the carries of each layer and segment, and the buffers of a scan.
     kept = case.segments
     if case.segments > 1:
@@ -194,7 +194,7 @@ def _state_bytes(case: Case) -> float:
     return float(kept * of_all_layers + held * case.state_bytes)
 
 
-def _gathered_bytes(case: Case) -> float:
+def _gathered_bytes(case: PlannedCase) -> float:
     # Unsharded parameters in the compute dtype: of the model; with zero3 of the root and two adjacent others.
     sizes = unit_bytes(case, case.compute_bytes)
     if case.config.parallel.strategy is Strategy.zero3:
@@ -204,14 +204,14 @@ def _gathered_bytes(case: Case) -> float:
     return sum(sizes)
 
 
-def _buffer_bytes(case: Case) -> float:
+def _buffer_bytes(case: PlannedCase) -> float:
     # The root's unsharded gradient, and the inputs of two reductions of FSDP, which one rank does not make.
     sizes = unit_bytes(case, 1)
     reduced = sum(sorted(sizes)[-2:]) if case.world_size > 1 else 0.0
     return sizes[-1] * case.compute_bytes + reduced * case.wide_bytes
 
 
-def unit_bytes(case: Case, itemsize: int) -> list[float]:
+def unit_bytes(case: PlannedCase, itemsize: int) -> list[float]:
     """Unsharded parameters of each FSDP unit, in the order of `ModelSpec.units`, padded to divide evenly."""
     # Wide parameters count with `itemsize` as well: they are too few to matter.
     shards = case.shards

@@ -17,7 +17,7 @@ from zeco_train.plan.attention_costs import (
     plan_exchanges,
     problem_of,
 )
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.config import PlanSettings
 from zeco_train.plan.memory import KINDS
 from zeco_train.plan.sharding import parameter_seconds, shard_group
@@ -130,7 +130,7 @@ def as_text(plan: Plan) -> str:
     return "\n\n".join("\n".join(lines) for lines in (*parts, assumed) if lines)
 
 
-def _describe(case: Case) -> dict[str, Any]:
+def _describe(case: PlannedCase) -> dict[str, Any]:
     config = case.config
     return {
         "model": config.model.name,
@@ -153,7 +153,7 @@ def _describe(case: Case) -> dict[str, Any]:
     }
 
 
-def _head(case: Case) -> list[str]:
+def _head(case: PlannedCase) -> list[str]:
     config, model = case.config, case.config.model
     flops = case.spec.flops_per_token(config.data.seq_len).total
     segments = "" if case.segments == 1 else f" in {case.segments} segments"
@@ -205,7 +205,7 @@ def _time_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _backends(case: Case) -> dict[str, dict[str, Any]]:
+def _backends(case: PlannedCase) -> dict[str, dict[str, Any]]:
     # Predictions on the same ranks; without ranks to share a sequence, only for those that share none.
     rows: dict[str, dict[str, Any]] = {}
     configured = scan_choice(case)
@@ -231,11 +231,11 @@ def _backends(case: Case) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def _halos(case: Case) -> dict[str, float] | None:
+def _halos(case: PlannedCase) -> dict[str, float] | None:
     return plan_halos(case)._asdict() if case.spec.needs_halo else None
 
 
-def _attention(case: Case) -> list[dict[str, Any]]:
+def _attention(case: PlannedCase) -> list[dict[str, Any]]:
     return [
         {
             "layers": block.count,
@@ -247,7 +247,7 @@ def _attention(case: Case) -> list[dict[str, Any]]:
     ]
 
 
-def _method(case: Case, attention: AttentionSpec, method: MethodSpec) -> dict[str, Any]:
+def _method(case: PlannedCase, attention: AttentionSpec, method: MethodSpec) -> dict[str, Any]:
     if (problem := problem_of(case, method.name)) is not None:
         return {"problem": problem, "planned": False}
     other = case.by(method=method)
@@ -263,7 +263,7 @@ def _method(case: Case, attention: AttentionSpec, method: MethodSpec) -> dict[st
     }
 
 
-def _wire(case: Case) -> list[str]:
+def _wire(case: PlannedCase) -> list[str]:
     traffic, scans, halos = parameter_traffic(case), count_scans(case), _halos(case)
     reduced = (traffic.scattered + traffic.summed) / 1e9
     lines = [
@@ -289,7 +289,7 @@ def _cells(name: str, row: dict[str, Any]) -> dict[str, Any]:
     return {"name": f"  {name}", **scaled, "note": "(as planned)" if row["planned"] else ""}
 
 
-def _attention_lines(case: Case) -> list[str]:
+def _attention_lines(case: PlannedCase) -> list[str]:
     lines = []
     for row in _attention(case):
         window = "" if row["window"] is None else f", window {row['window']:,}"
@@ -330,7 +330,7 @@ def _advice(plan: Plan) -> list[str]:
     return lines
 
 
-def _assumptions(case: Case) -> dict[str, str]:
+def _assumptions(case: PlannedCase) -> dict[str, str]:
     machine, dtype, blocks = case.machine, case.config.train.dtype, scanning_blocks(case)
     costs = costs_of(case, case.config.sp.scans_over(case.topology), matrices=load_of(case).matrices)
     rows = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from zeco_train.distributed.config import Strategy
 from zeco_train.plan import calibration as known
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.devices import Machine
 from zeco_train.plan.memory import unit_bytes
 from zeco_train.plan.traffic import parameter_traffic
@@ -36,7 +36,7 @@ class Group:
         return self.ranks // self.nodes
 
 
-def shard_group(case: Case) -> Group:
+def shard_group(case: PlannedCase) -> Group:
     """Adjacent ranks that hold the model once; the group that is on most nodes."""
     shards, per_node = case.shards, case.gpus_per_node
     # Where groups begin in a node repeats after at most as many groups as a node has ranks.
@@ -44,7 +44,7 @@ def shard_group(case: Case) -> Group:
     return Group(shards, max((first + shards - 1) // per_node - first // per_node + 1 for first in firsts))
 
 
-def replica_group(case: Case) -> Group:
+def replica_group(case: PlannedCase) -> Group:
     """Ranks that hold the same shards; they lie `shards` apart."""
     copies, in_a_node = case.world_size // case.shards, max(1, case.gpus_per_node // case.shards)
     return Group(copies, -(-copies // in_a_node))
@@ -105,7 +105,7 @@ class ParameterSeconds:
         return self.gathered + self.scattered + self.summed
 
 
-def parameter_seconds(case: Case) -> ParameterSeconds:
+def parameter_seconds(case: PlannedCase) -> ParameterSeconds:
     """Seconds of the collectives of a step, unit by unit."""
     machine, traffic = case.machine, parameter_traffic(case)
     shards, replicas, units = shard_group(case), replica_group(case), unit_bytes(case, 1)
@@ -126,7 +126,7 @@ def parameter_seconds(case: Case) -> ParameterSeconds:
     )
 
 
-def exposed_parameter_seconds(case: Case, compute: float) -> float:
+def exposed_parameter_seconds(case: PlannedCase, compute: float) -> float:
     """Seconds of FSDP's traffic that a step takes longer for.
 
     The first gathers and the last reductions are exposed. Others overlap with compute: gathers with forward passes,

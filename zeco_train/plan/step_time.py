@@ -21,7 +21,7 @@ from zeco_train.ops.linear import Matmul
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan import calibration as known
 from zeco_train.plan.attention_costs import attention_blocks, attention_seconds, plan_exchanges
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.memory import parameter_bytes
 from zeco_train.plan.sharding import exposed_parameter_seconds
 from zeco_train.plan.traffic import (
@@ -58,7 +58,7 @@ class StepTime:
         return self.tokens_per_second / self.world_size
 
 
-def plan_step(case: Case) -> StepTime:
+def plan_step(case: PlannedCase) -> StepTime:
     """Predicted time of a step."""
     seconds, has_attention = _compute_seconds(case), any(attention_blocks(case))
     if has_attention:
@@ -74,7 +74,7 @@ def plan_step(case: Case) -> StepTime:
     return StepTime(seconds, case.tokens_per_step, case.world_size)
 
 
-def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
+def operator_seconds(case: PlannedCase, block: BlockSpec) -> tuple[float, float]:
     """Forward and backward seconds of one layer's operator in a pass of a step; softmax has none."""
     if not block.state_shapes:
         return 0.0, 0.0
@@ -89,7 +89,7 @@ def operator_seconds(case: Case, block: BlockSpec) -> tuple[float, float]:
     return both * measured.forward, both * (1 - measured.forward)
 
 
-def exposed_scan_seconds(case: Case) -> float:
+def exposed_scan_seconds(case: PlannedCase) -> float:
     """Exposed communication of the scans per step."""
     exposed, blocks = 0.0, scanning_blocks(case)
     layers = sum(block.count for block in blocks)
@@ -117,13 +117,13 @@ def waited_seconds(late: float, drift: float, layers: int) -> float:
     return max(0.0, late - drift) + min(late, drift) / layers
 
 
-def drift_seconds(case: Case) -> float:
+def drift_seconds(case: PlannedCase) -> float:
     """Seconds by which ranks may be apart: a share of an average block's pass (`calibration.DRIFT`)."""
     seconds = _compute_seconds(case)
     return known.DRIFT[case.is_replayed] * (sum(seconds.values()) - seconds["optimizer"]) / count_scans(case).total
 
 
-def _compute_seconds(case: Case) -> dict[str, float]:
+def _compute_seconds(case: PlannedCase) -> dict[str, float]:
     spec, machine, seq_len = case.spec, case.machine, case.config.data.seq_len
     tokens = case.tokens * case.passes
     own = spec.flops_per_token(seq_len)
@@ -158,7 +158,7 @@ def _compute_seconds(case: Case) -> dict[str, float]:
     }
 
 
-def _fp8(case: Case) -> tuple[float, float]:
+def _fp8(case: PlannedCase) -> tuple[float, float]:
     """For one token, FLOPs in bf16 whose time `train.matmul=fp8` saves, and bytes that rounding moves."""
     train, seq_len = case.config.train, case.config.data.seq_len
     # CPUs emulate it, for which there is no rate.
@@ -178,7 +178,7 @@ def _fp8(case: Case) -> tuple[float, float]:
     return (2 * linear + again) * (1 - 1 / known.FP8_SPEED), rounding
 
 
-def _optimizer_products(case: Case) -> float:
+def _optimizer_products(case: PlannedCase) -> float:
     # Seconds on the rank that has most of them.
     optim = case.config.optim.resolved(case.config.train.dtype.compute)
     master = Dtype.fp64 if case.config.train.dtype is Dtype.fp64 else Dtype.fp32
@@ -186,7 +186,7 @@ def _optimizer_products(case: Case) -> float:
     return optim.spec.products(case.spec.parameters, case.world_size, optim) / case.machine.flops[dtype]
 
 
-def _gaps(case: Case, busy: float) -> float:
+def _gaps(case: PlannedCase, busy: float) -> float:
     # On a CPU launches are part of the work, and a replayed CUDA graph has none.
     if case.machine.is_cpu or case.is_replayed:
         return known.HOST_STEP

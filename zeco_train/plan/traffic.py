@@ -12,7 +12,7 @@ from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.halo import HALO
 from zeco_train.collectives.worker import ScanSpec
 from zeco_train.distributed.config import Strategy
-from zeco_train.plan.case import Case
+from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.memory import parameter_bytes, unit_bytes
 from zeco_train.sp.all_scan_config import AllScanTransport
 from zeco_train.sp.backend_registry import Backend
@@ -32,7 +32,7 @@ class Scans:
         return self.forward + self.backward
 
 
-def count_scans(case: Case) -> Scans:
+def count_scans(case: PlannedCase) -> Scans:
     """Count the scans of a step: one per layer with a state, pass and direction; replays need none."""
     layers = sum(block.count for block in scanning_blocks(case))
     passes = layers * case.passes
@@ -44,12 +44,12 @@ def count_scans(case: Case) -> Scans:
     return Scans(passes, passes, carries)
 
 
-def scanning_blocks(case: Case) -> list[BlockSpec]:
+def scanning_blocks(case: PlannedCase) -> list[BlockSpec]:
     """Kinds of blocks that exchange states, which softmax layers do not."""
     return [block for block in case.spec.blocks.values() if block.state_shapes]
 
 
-def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -> Costs:
+def costs_of(case: PlannedCase, scans: Sequence[ScanSpec], *, matrices: bool = False) -> Costs:
     """Costs of the link of these scans; transitions that are matrices go by messages."""
     link, transport = case.link, case.config.sp.all_scan.transport
     in_kernel = not matrices and any(scan.kernel for scan in scans)
@@ -58,7 +58,7 @@ def costs_of(case: Case, scans: Sequence[ScanSpec], *, matrices: bool = False) -
     return case.machine.scans[link]
 
 
-def scan_choice(case: Case, block: BlockSpec | None = None) -> ScanChoice | None:
+def scan_choice(case: PlannedCase, block: BlockSpec | None = None) -> ScanChoice | None:
     """Time of one scan from launch to wait, alone; None: nothing is sent, or the scan cannot run over the nodes.
 
     `block`: whose state is scanned; None: the largest of the model.
@@ -79,23 +79,25 @@ def scan_choice(case: Case, block: BlockSpec | None = None) -> ScanChoice | None
     return fastest_scan(scans, costs_of(case, scans, matrices=load.matrices), load, blocks)
 
 
-def load_of(case: Case, block: BlockSpec | None = None) -> Load:
+def load_of(case: PlannedCase, block: BlockSpec | None = None) -> Load:
     """The size of a scan of a block's states; of the largest state of the model, if none is given."""
     of_model = max(case.spec.blocks.values(), key=lambda each: math.prod(each.state_shape) if each.state_shapes else 0)
     block = block or of_model
     return _load(case, block.state_shape if block.state_shapes else (0, 0, 0), matrices=block.scans_matrices)
 
 
-def _load(case: Case, shape: tuple[int, ...], *, matrices: bool = False) -> Load:
+def _load(case: PlannedCase, shape: tuple[int, ...], *, matrices: bool = False) -> Load:
     return Load(case.sp_size, (case.batch, *shape), case.wide_bytes, matrices, nodes=case.topology.nodes)
 
 
-def scan_bytes(case: Case, scan: ScanSpec | None, *, want_carry: bool = False, block: BlockSpec | None = None) -> float:
+def scan_bytes(
+    case: PlannedCase, scan: ScanSpec | None, *, want_carry: bool = False, block: BlockSpec | None = None
+) -> float:
     """Bytes that the busiest rank sends for one scan of a block's states; None: nothing is communicated."""
     return 0.0 if scan is None or case.sp_size == 1 else scan.bytes_sent(load_of(case, block), want_carry)
 
 
-def step_bytes(case: Case, scan: ScanSpec | None) -> float:
+def step_bytes(case: PlannedCase, scan: ScanSpec | None) -> float:
     """Bytes that the busiest rank sends in a step for all scans."""
     scans, blocks = count_scans(case), scanning_blocks(case)
     plain, layers, sent = scans.total - scans.with_carry, sum(block.count for block in blocks), 0.0
@@ -113,7 +115,7 @@ class Halos(NamedTuple):
     seconds: float
 
 
-def plan_halos(case: Case) -> Halos:
+def plan_halos(case: PlannedCase) -> Halos:
     """One message per layer, pass and direction, to the next rank; none where no rank shares a sequence."""
     messages, sent, seconds = 0, 0.0, 0.0
     if case.backend.scans and case.sp_size > 1:
@@ -149,7 +151,7 @@ class ParameterTraffic:
         return self.gathered + self.scattered + self.summed
 
 
-def parameter_traffic(case: Case) -> ParameterTraffic:
+def parameter_traffic(case: PlannedCase) -> ParameterTraffic:
     """By rings: over n ranks (n − 1)/n of a gathered or scattered tensor leaves a rank, twice that of a reduced one."""
     shards, copies = case.shards, case.world_size // case.shards
     strategy, whole = case.config.parallel.strategy, parameter_bytes(case, 1) * shards
@@ -173,6 +175,6 @@ def parameter_traffic(case: Case) -> ParameterTraffic:
     )
 
 
-def forward_passes(case: Case) -> int:
+def forward_passes(case: PlannedCase) -> int:
     """Forward passes of a step: all segments but the last also have one without gradients, for their states."""
     return case.micro_steps * (2 * case.segments - 1)

@@ -20,7 +20,7 @@ from zeco_train.system.numbers import compact, length_name
 
 
 @dataclass(frozen=True)
-class Column:
+class _Column:
     """A column of the table of measurements; `hint` is its tooltip, `value` the sort key."""
 
     heading: str
@@ -43,29 +43,31 @@ def _spread(measurement: Measurement) -> str:
 
 
 _COLUMNS = (
-    Column("name", "the run, or the benchmark's file", lambda m: m.name),
-    Column("backend", "what joins the shards, sp=", lambda m: m.layout.backend),
-    Column("length", "tokens of a sequence", lambda m: m.layout.seq_len, length_name),
-    Column("tokens/device", "of a sequence, on one device", lambda m: m.layout.tokens_per_device, length_name),
-    Column("devices", "all ranks", lambda m: m.layout.devices),
-    Column("sp.size", "ranks that share a sequence", lambda m: m.layout.sp_size),
-    Column("tokens/s/device", "median of the rows, the first left out", lambda m: m.rate.median, lambda v: f"{v:,.0f}"),
-    Column("spread", "p10–p90: of ten rows one is slower, and one is faster", _spread),
-    Column("rows", "how many the median is of", lambda m: m.rate.count),
-    Column("of dp", "over sp=dp with the same work and devices", lambda m: m.ratio, _percent),
-    Column("step, ms", "median", lambda m: m.step_seconds, _ms),
-    Column("exposed, ms", "compute waited for scans, median", lambda m: m.exposed_seconds, _ms),
-    Column("data, ms", "waited for data, median", lambda m: m.data_seconds, _ms),
-    Column("memory, GB", "of the fullest device", lambda m: m.memory_gb, lambda v: f"{v:.1f}"),
-    Column("MFU", "model FLOPs over the device's peak", lambda m: m.mfu, _percent),
-    Column("HFU", "the same with what was computed again", lambda m: m.hfu, _percent),
-    Column("loss", "the last one, training", lambda m: m.loss, lambda v: f"{v:.4f}"),
-    Column("val. loss", "the last one, validation", lambda m: m.val_loss, lambda v: f"{v:.4f}"),
-    Column("model", "", lambda m: m.layout.model),
-    Column("strategy", "where parameters live, parallel=", lambda m: m.layout.strategy),
-    Column("dtype", "of the compute", lambda m: m.layout.dtype),
-    Column("device", "", lambda m: m.layout.device_name),
-    Column("source", "a run's own rows, or a benchmark", lambda m: m.source),
+    _Column("name", "the run, or the benchmark's file", lambda m: m.name),
+    _Column("backend", "what joins the shards, sp=", lambda m: m.layout.backend),
+    _Column("length", "tokens of a sequence", lambda m: m.layout.seq_len, length_name),
+    _Column("tokens/device", "of a sequence, on one device", lambda m: m.layout.tokens_per_device, length_name),
+    _Column("devices", "all ranks", lambda m: m.layout.devices),
+    _Column("sp.size", "ranks that share a sequence", lambda m: m.layout.sp_size),
+    _Column(
+        "tokens/s/device", "median of the rows, the first left out", lambda m: m.rate.median, lambda v: f"{v:,.0f}"
+    ),
+    _Column("spread", "p10–p90: of ten rows one is slower, and one is faster", _spread),
+    _Column("rows", "how many the median is of", lambda m: m.rate.count),
+    _Column("of dp", "over sp=dp with the same work and devices", lambda m: m.ratio, _percent),
+    _Column("step, ms", "median", lambda m: m.step_seconds, _ms),
+    _Column("exposed, ms", "compute waited for scans, median", lambda m: m.exposed_seconds, _ms),
+    _Column("data, ms", "waited for data, median", lambda m: m.data_seconds, _ms),
+    _Column("memory, GB", "of the fullest device", lambda m: m.memory_gb, lambda v: f"{v:.1f}"),
+    _Column("MFU", "model FLOPs over the device's peak", lambda m: m.mfu, _percent),
+    _Column("HFU", "the same with what was computed again", lambda m: m.hfu, _percent),
+    _Column("loss", "the last one, training", lambda m: m.loss, lambda v: f"{v:.4f}"),
+    _Column("val. loss", "the last one, validation", lambda m: m.val_loss, lambda v: f"{v:.4f}"),
+    _Column("model", "", lambda m: m.layout.model),
+    _Column("strategy", "where parameters live, parallel=", lambda m: m.layout.strategy),
+    _Column("dtype", "of the compute", lambda m: m.layout.dtype),
+    _Column("device", "", lambda m: m.layout.device_name),
+    _Column("source", "a run's own rows, or a benchmark", lambda m: m.source),
 )
 
 

@@ -199,7 +199,7 @@ ONE_RANK = StepCase("gla", "zeco", sp_size=1, segments=2)
 
 
 @dataclass
-class StepResult:
+class CaseResult:
     """Losses and norms by name, gradients of the first step, weights after the last; the same on every rank."""
 
     numbers: dict[str, float] = field(default_factory=dict)
@@ -237,7 +237,7 @@ def _alone(case: StepCase) -> StepCase:
     )
 
 
-def _compare(case: StepCase, result: StepResult, expected: StepResult, team: Team) -> VerifyRow:
+def _compare(case: StepCase, result: CaseResult, expected: CaseResult, team: Team) -> VerifyRow:
     deviations = {
         name: Deviation(abs(number - expected.numbers[name]) / abs(expected.numbers[name]))
         for name, number in result.numbers.items()
@@ -296,7 +296,7 @@ def _loader(case: StepCase, split: DataSplit, store: Path) -> SequenceLoader:
     return SequenceLoader(for_task(sources, task, _VOCAB), split, seed=_SEED, global_batch=case.global_batch)
 
 
-def train(case: StepCase, mesh: ProcessMesh, store: Path) -> StepResult:
+def train(case: StepCase, mesh: ProcessMesh, store: Path) -> CaseResult:
     """Train by the trainer's step. Collective over the mesh."""
     settings = TrainConfig(dtype=Dtype.fp64, segments=case.segments, recompute=case.recompute)
     model = build_model(case.model, settings, case.strategy, mesh, _SEED, case.shard_size)
@@ -315,7 +315,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> StepResult:
     )
     micro_batch = 2 // case.micro_batches
     loader = _loader(case, mesh.split(SEQ_LEN, micro_batch, documents=case.documents, segments=case.segments), store)
-    result = StepResult()
+    result = CaseResult()
     for number in range(STEPS):
         step.zero_grad()
         with meter.measuring():
@@ -337,7 +337,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> StepResult:
     return result
 
 
-def train_alone(case: StepCase, store: Path) -> StepResult:
+def train_alone(case: StepCase, store: Path) -> CaseResult:
     """Train on this rank alone, whole sequences at once."""
     with torch.device("meta"):
         model = spec_of(case.model).build().to(torch.float64)
@@ -346,7 +346,7 @@ def train_alone(case: StepCase, store: Path) -> StepResult:
     optimizer = build_optimizer(parameter_rules(model), case.optimizer, torch.float64)
     exchange, batch = local_exchange(), 1 if case.documents else case.global_batch
     loader = _loader(case, DataSplit(SEQ_LEN, batch, reset_state_at_document=case.documents), store)
-    result = StepResult()
+    result = CaseResult()
     for number in range(STEPS):
         optimizer.zero_grad()
         loss = sum(_losses(model, exchange, loader, number * case.global_batch))

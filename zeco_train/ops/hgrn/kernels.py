@@ -270,7 +270,7 @@ def _summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -
 
 
 # All before the scan is needed for it: nothing overlaps it.
-class _KernelForward(ForwardBase):
+class _HgrnKernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._x, self._g = map(dense, operands)
         self._summaries = _summaries(self._x, self._g, self.doc_ids, reverse=False)
@@ -290,7 +290,7 @@ class _KernelForward(ForwardBase):
         return o
 
 
-class _KernelBackward(BackwardBase):
+class _HgrnKernelBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._x, self._g, self._do = map(dense, (*operands, self.do))
         self._summaries = _summaries(self._do, self._g, self.doc_ids, reverse=True)
@@ -313,4 +313,4 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (operands[0].new_empty(_states_shape(operands[0]), dtype=torch.float32),)
 
 
-CUDA = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)
+CUDA = Passes(_HgrnKernelForward, _HgrnKernelBackward, _saved_like, needs_incoming=False)

@@ -291,7 +291,7 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-class _KernelForward(PlainForward):
+class _ShortConvForward(PlainForward):
     def overlap(self) -> None:
         self._y = torch.empty_like(self._x, memory_format=torch.contiguous_format)
         self._convolve(None, OUTPUTS.run(*self._x.shape), self._x.shape[1])
@@ -314,7 +314,7 @@ class _KernelForward(PlainForward):
         )  # fmt: skip
 
 
-class _KernelBackward(PlainBackward):
+class _ShortConvBackward(PlainBackward):
     def _received_grads(self) -> Tensor:
         do, grads = _side_by_side(self.do), torch.empty_like(self.received, memory_format=torch.contiguous_format)
         B, T, C = do.shape
@@ -355,4 +355,4 @@ class _KernelBackward(PlainBackward):
         return self._dx, dweight, dbias
 
 
-CUDA = Passes(_KernelForward, _KernelBackward)
+CUDA = Passes(_ShortConvForward, _ShortConvBackward)

@@ -315,7 +315,7 @@ def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
     return sums
 
 
-class _KernelForward(ForwardBase):
+class _DeltaKernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, *g, beta = operands
         q, k, v, beta = (dense(x) for x in (q, k, v, beta))
@@ -343,7 +343,7 @@ class _KernelForward(ForwardBase):
         return self._launcher.outputs(self._operands, starts)
 
 
-class _KernelBackward(BackwardBase):
+class _DeltaKernelBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
@@ -388,6 +388,6 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (_like_g(sums), *kept) if g else kept
 
 
-_PASSES = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)
+_PASSES = Passes(_DeltaKernelForward, _DeltaKernelBackward, _saved_like, needs_incoming=False)
 CUDA_DELTA = with_padded_heads(_PASSES)
 CUDA_GATED = with_padded_heads(_PASSES._replace(replaced=(3,)))

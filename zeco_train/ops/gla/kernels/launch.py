@@ -297,7 +297,7 @@ class GlaKernels(SegmentKernels):
         return dv, dg
 
 
-class _KernelForward(ForwardBase):
+class _GlaKernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, g = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
@@ -316,7 +316,7 @@ class _KernelForward(ForwardBase):
         return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local)
 
 
-class _KernelBackward(BackwardBase):
+class _GlaKernelBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
@@ -346,4 +346,6 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return b, k.new_empty(launcher.states_shape), k.new_empty(launcher.scores_shape)
 
 
-CUDA = with_padded_heads(Passes(_KernelForward, _KernelBackward, _saved_like, replaced=(3,), needs_incoming=False))
+CUDA = with_padded_heads(
+    Passes(_GlaKernelForward, _GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False)
+)

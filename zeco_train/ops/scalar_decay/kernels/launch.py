@@ -354,7 +354,7 @@ def decay_sums(g: Tensor, chunk: int) -> Tensor:
     return sums
 
 
-class _KernelForward(ForwardBase):
+class _ScalarDecayKernelForward(ForwardBase):
     fixed = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
@@ -374,11 +374,11 @@ class _KernelForward(ForwardBase):
         return self._launcher.outputs(self._q, self._k, self._v, starts)
 
 
-class _FixedForward(_KernelForward):
+class _FixedForward(_ScalarDecayKernelForward):
     fixed = True
 
 
-class _KernelBackward(BackwardBase):
+class _ScalarDecayKernelBackward(BackwardBase):
     fixed = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
@@ -413,7 +413,7 @@ class _KernelBackward(BackwardBase):
         return dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
 
 
-class _FixedBackward(_KernelBackward):
+class _FixedBackward(_ScalarDecayKernelBackward):
     fixed = True
 
 
@@ -426,6 +426,6 @@ def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...
 
 
 _SAVED = partial(_saved_like, fixed=False), partial(_saved_like, fixed=True)
-_SCALAR = Passes(_KernelForward, _KernelBackward, _SAVED[0], replaced=(3,), needs_incoming=False)
+_SCALAR = Passes(_ScalarDecayKernelForward, _ScalarDecayKernelBackward, _SAVED[0], replaced=(3,), needs_incoming=False)
 _FIXED = Passes(_FixedForward, _FixedBackward, _SAVED[1], needs_incoming=False)
 CUDA_SCALAR, CUDA_FIXED = with_padded_heads(_SCALAR), with_padded_heads(_FIXED)
