@@ -94,7 +94,7 @@ COMPILING = {"models/test_layer_parts", "ops/test_gated_norm_kernel", "ops/test_
 COMPILING |= {"ops/test_selection", "ops/test_opcheck", "system/test_code_cache", "training/test_compile"}
 COMPILING |= {f"plan/test_{name}" for name in ("plan", "measured", "sharding", "hybrid_plans", "steps")}
 TOGETHER = dict.fromkeys(COMPILING, "compiling")
-# The first import of fla's models takes 5 s, of transformers one; those of hf share a run, too.
+# Importing fla's models takes a worker 5 s once, and transformers 1 s; the files of hf share what they export, too.
 IMPORTING = {f"hf/{path.stem}" for path in Path(__file__).parent.glob("hf/test_*.py")}
 IMPORTING |= {"checkpoint/test_earlier_versions", *(f"data/test_{name}" for name in ("prepare", "tokenizer"))}
 TOGETHER |= dict.fromkeys({*IMPORTING, "data/test_tokenizer_files", "generate/test_text"}, "transformers")

@@ -405,7 +405,7 @@ def expected_of(case: Case, values: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.operator == "softmax":
         q, k, v = operands.values()
         return exact_softmax(q, k, v, do, borders=borders)
-    # The first border is that of a document which began before these tokens, where there are some.
+    # With tokens before these, the first document began there, and no state restarts at the first border.
     starts = sorted({start for start in case.documents[bool(case.before) :] if start < case.T})
     tokens = ExactTokens(OPERATORS[case.operator], operands, do, starts)
     carry = _carry(case, values)

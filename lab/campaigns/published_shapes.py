@@ -5,7 +5,8 @@ Answer: docs/benchmarks.md has the newest table. Each row: forward + backward in
     launched one by one, and by fla's function, launched; the largest error against fp64 (1,000 tokens, two documents;
     `operator_shapes.errors_of`); the time, relative to the first, of other decays (none; at most e^-50), of β up to 2,
     and per token of 8 sequences of 2,048 tokens, of 4,096 tokens, of 64 documents and of one sequence of 2,048. FOLDER
-    gets them as JSON, and each kernel's registers, spills and shared memory; a row says so if calls differ in any bit.
+    gets them as JSON, and each kernel's registers, spills and shared memory. "OTHER BITS" in a row: repeated calls gave
+    different results.
 
 A process a row compiles the kernels and checks their results, several at a time; then all rows are timed in turn.
 """

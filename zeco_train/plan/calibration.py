@@ -61,8 +61,9 @@ CPU_FLOPS, CPU_BANDWIDTH, CPU_LINK = (5e9, 70e9, 35e9), 10e9, 1e9
 
 # --- waiting ---
 
-# Shares of the operator's forward and backward pass that overlap a scan (lab/results/delays_2xh200.txt; 0.17 of scalar
-# decays' backward pass by chunks), and of both between LASP-1's receive and send, in series over the ranks (4 GPUs).
+# Shares of the operator's forward and backward pass that overlap a scan (lab/results/delays_2xh200.txt; by kernels'
+# times 0.17 of scalar decays' backward pass by chunks), and of both between LASP-1's receive and send, in series over
+# the ranks (4 GPUs).
 OVERLAP_FORWARD, OVERLAP_BACKWARD, LASP1_SERIAL = 0.19, 0.37, 0.27
 # Share of a block's time by which ranks drift apart, launched by the host and replayed as CUDA graphs: 2 and 4 GPUs,
 # assumed for more.
