@@ -95,6 +95,7 @@ def _turn(queries, keys, own, sums, start, T, H, K, first_key, C: tl.constexpr, 
 def _chunk_grads(
     chunk,
     tile,
+    number,
     batch_head,
     q,
     k,
@@ -127,13 +128,15 @@ def _chunk_grads(
     PRECISION: tl.constexpr,
     ONE_LAYOUT: tl.constexpr,
     MILD: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """The gradients of BK channels of the keys of one chunk of one head, see `grads_kernel`."""
     first_key = tile * BK
     q += key_head_offset(batch_head, T, H, G, K)
     k += key_head_offset(batch_head, T, H, G, K)
-    dq += head_offset(batch_head, T, H, K)
-    dk += head_offset(batch_head, T, H, K)
+    dq += head_offset(batch_head // HEADS, T, H // HEADS, K)
+    dk += head_offset(batch_head // HEADS, T, H // HEADS, K)
+    known = tl.where(number > 0, T, 0)  # of the heads before
     do += head_offset(batch_head, T, H, V)
     dv += head_offset(batch_head, T, H, V)
     added += head_offset(batch_head, T, H, V)
@@ -206,8 +209,10 @@ def _chunk_grads(
         query_grads = tl.dot(score_grads, keys, query_grads, input_precision=PRECISION)
         terms = queries.to(tl.float32) * query_grads
     query_grads += self * keys.to(tl.float32)
+    if HEADS > 1:
+        query_grads += load_tile(dq, start, known, H // HEADS, K, first_key, C, BK)
     if MILD:
-        store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
+        store_tile(dq, query_grads, start, T, H // HEADS, K, first_key, C, BK)
 
     row_grads = tl.zeros([C, BK], tl.float32)
     column_grads = tl.zeros([C, BK], tl.float32)
@@ -274,7 +279,9 @@ def _chunk_grads(
         column_grads = tl.dot(tl.trans(pair_grads), keys, column_grads, input_precision=PRECISION)
         terms += keys.to(tl.float32) * (row_grads - column_grads)
         key_grads = row_grads + column_grads + self * queries.to(tl.float32)
-    store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
+    if HEADS > 1:
+        key_grads += load_tile(dk, start, known, H // HEADS, K, first_key, C, BK)
+    store_tile(dk, key_grads, start, T, H // HEADS, K, first_key, C, BK)
     if GATED:
         later_tokens = rows[:, None] <= rows[None, :]
         if DOCUMENTS:
@@ -331,6 +338,7 @@ def grads_kernel(
     MILD: tl.constexpr,
     CHUNKS: tl.constexpr,
     KEYS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """One program serves BK channels of the keys of some chunks of one head.
 
@@ -342,20 +350,29 @@ def grads_kernel(
     tile = tl.program_id(0) % key_tiles
     batch_head = tl.program_id(1)
     own_sums = sums + head_offset(batch_head, T, H, K)  # read with BY_CHANNEL only
-    if MILD:
+    if not BY_CHANNEL:
+        for number in range(HEADS):
+            if HEADS > 1:
+                tl.debug_barrier()  # all threads' stores of the head before
+            _chunk_grads(
+                first_chunk, tile, number, batch_head * HEADS + number, q, k, sums, beta, do, doc_ids, states, grads,
+                added, dv, dq, dk, dg, dbeta, scale, T, B, H, G, K, V, BH,
+                C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD, HEADS,
+            )  # fmt: skip
+    elif MILD:
         chunk = first_chunk
         if not BY_CHANNEL or are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
             _chunk_grads(
-                chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv,
+                chunk, tile, 0, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv,
                 dq, dk, dg, dbeta, scale, T, B, H, G, K, V, BH,
-                C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD,
+                C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD, HEADS,
             )  # fmt: skip
     elif not are_mild(own_sums, first_chunk, T, H, K, C, CHUNKS, KEYS):
         for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
             chunk = first_chunk + step
             if not are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
                 _chunk_grads(
-                    chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv,
+                    chunk, tile, 0, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv,
                     dq, dk, dg, dbeta, scale, T, B, H, G, K, V, BH,
-                    C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD,
+                    C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD, HEADS,
                 )  # fmt: skip

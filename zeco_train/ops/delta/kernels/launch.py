@@ -27,7 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.ops.delta.kernels.channel_grads import channel_grads_kernel
+from zeco_train.ops.delta.kernels.front import front_kernel
 from zeco_train.ops.delta.kernels.grads import grads_kernel
+from zeco_train.ops.delta.kernels.head_grads import head_grads_kernel
 from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, join_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS, NARROWEST
@@ -169,10 +172,23 @@ class DeltaKernels:
         scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
         options = self.tuning.systems
         BK, _ = self._tile(options)
+        if self.by_channel and NEW.get("front"):
+            keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
+            survival = self._new(self.num_chunks, self.B, self.H, self.K)
+            self.made = keys, end_keys, queries, survival
+            front = NEW["front"]
+            FK = front.keys
+            front_kernel[(self.num_chunks, self.BH)](
+                q, self.k, self.g, self.beta, self.doc_ids, self.sums, keys, end_keys, queries, survival, scores,
+                inverses, self.scale, self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=FK,
+                DOCUMENTS=self.doc_ids is not None, PRECISION="tf32x3", ONE_LAYOUT=True,
+                SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+                PARTS=0 if triton.knobs.runtime.interpret else 3, **front.launch,
+            )
         systems_kernel[(self.num_chunks, self.BH)](
             q, self.k, self.sums, self.beta, self.doc_ids, scores, inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
-            KEYS=triton.next_power_of_2(self.K), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+            KEYS=triton.next_power_of_2(self.K), REST=self.by_channel and bool(NEW.get("front")), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
             **self.flags, **options.launch,
         )  # fmt: skip
         return scores, inverses
@@ -181,6 +197,8 @@ class DeltaKernels:
         """The operands of the walks."""
         if not self.by_channel:
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
+        if hasattr(self, "made"):
+            return WalkOperands(*self.made, inverses, scores)
         keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
         survival = self._new(self.num_chunks, self.B, self.H, self.K)
         options = self.tuning.operands
@@ -279,27 +297,66 @@ class DeltaKernels:
         )  # fmt: skip
         return found
 
+    def _new_grads(self, q, do, states, grads, added, dv):
+        options = NEW["options"]
+        BK, BV = self._tile(options)
+        tiles = triton.cdiv(self.K, BK)
+        heads = min(NEW.get("heads", 1), self.H // self.G)
+        sets = self.H // heads
+        dq, dk = (self._new(self.B, self.T, sets, self.K, dtype=self.dtype) for _ in range(2))
+        dbeta, dg = torch.empty_like(self.beta), None
+        if self.gated:
+            dg = self._new(tiles, self.B, self.T, self.H)
+        flags = {x: y for x, y in self.flags.items() if x != "BY_CHANNEL"}
+        head_grads_kernel[(self.num_chunks * tiles, self.B * sets)](
+            q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
+            self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, GATED=self.gated,
+            HEADS=heads, LOOPS=NEW["loops"], MEMORY=NEW.get("memory", True), **flags, **options.launch,
+        )
+        if dg is not None:
+            dg = dg[0] if tiles == 1 else dg.sum(0)
+        return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta
+
     def input_grads(
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dg (None unless gated) and dβ."""
-        options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
+        if not self.by_channel and NEW.get("options") and NEW["loops"]:
+            return self._new_grads(q, do, states, grads, added, dv)
+        options = NEW.get("channel") or self.tuning.channel_grads if self.by_channel else NEW.get("options") or self.tuning.grads
         BK, BV = self._tile(options)
         tiles = triton.cdiv(self.K, BK)
-        dq, dk = (self._by_token(self.K) for _ in range(2))
+        heads = 1 if self.by_channel else min(NEW.get("heads", 1), self.H // self.G)
+        dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
         dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
             dg = torch.empty_like(self.sums) if self.by_channel else self._new(tiles, self.B, self.T, self.H)
-        for mild, chunks in ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
-            grads_kernel[(triton.cdiv(self.num_chunks, chunks) * tiles, self.BH)](
+        form = NEW.get("channel_form")
+        if self.by_channel and form:
+            options = NEW["channel_new"]
+            BK, BV = self._tile(options)
+            channel_grads_kernel[(self.num_chunks * triton.cdiv(self.K, BK), self.BH)](
+                q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
+                self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV,
+                KEYS=triton.next_power_of_2(self.K), LOOPS=form, PARTS=2 if self.dtype == torch.bfloat16 else 0,
+                **{x: y for x, y in self.flags.items() if x != "BY_CHANNEL"}, **options.launch,
+            )
+            options = self.tuning.channel_grads
+            BK, BV = self._tile(options)
+            tiles = triton.cdiv(self.K, BK)
+        for mild, chunks in ((False, GROUP),) if self.by_channel and form else ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
+            grads_kernel[(triton.cdiv(self.num_chunks, chunks) * tiles, self.BH // heads)](
                 q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
                 self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, GATED=self.gated,
-                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, KEYS=triton.next_power_of_2(self.K),
+                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, HEADS=heads, KEYS=triton.next_power_of_2(self.K),
                 **self.flags, **options.launch,
             )  # fmt: skip
         if dg is not None and not self.by_channel:
             dg = dg[0] if tiles == 1 else dg.sum(0)
         return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta
+
+
+NEW: dict = {}
 
 
 def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
@@ -308,6 +365,8 @@ def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
         return decay_sums(g, CHUNK)
     B, T, H, K = g.shape
     sums, options = torch.empty_like(g), tuning.channel_sums
+    if NEW.get("front"):
+        return sums
     BK, _ = options.tile(K, K)
     # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
     parts = 0 if triton.knobs.runtime.interpret else 3
@@ -322,6 +381,7 @@ class _DeltaKernelForward(ForwardBase):
         tuning, self._gated = options_for(k), bool(g)
         self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
         self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, tuning, gated=self._gated)
+        self._launcher.g = dense(g[0]) if g else None
         self._scores, self._inverses = self._launcher.systems(q)
         self._operands = self._launcher.operands(q, self._inverses, self._scores)
         self._states, self._transitions = self._launcher.summaries(self._operands)

@@ -152,6 +152,7 @@ def systems_kernel(
     SOLVING: tl.constexpr,
     ONE_LAYOUT: tl.constexpr,
     KEYS: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """One program serves one chunk of one head.
 
@@ -159,6 +160,9 @@ def systems_kernel(
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
+    if REST:
+        if are_mild(sums + head_offset(batch_head, T, H, K), chunk, T, H, K, C, 1, KEYS):
+            return
     q += key_head_offset(batch_head, T, H, G, K)
     k += key_head_offset(batch_head, T, H, G, K)
     beta += head_offset(batch_head, T, H, 1)
