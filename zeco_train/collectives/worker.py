@@ -94,9 +94,10 @@ def scan_alone(request: ScanRequest) -> PendingScan:
     """The scan over one rank, for which both directions are the same."""
     scan = PendingScan(request.want_carry)
     incoming = request.first_incoming()
-    scan.incoming.set_result(incoming)
+    # Launched and awaited on one stream.
+    scan.incoming.set_result(incoming, is_ready=True)
     if scan.carry is not None:
-        scan.carry.set_result(fold(request.state, request.transition, incoming))
+        scan.carry.set_result(fold(request.state, request.transition, incoming), is_ready=True)
     return scan
 
 
