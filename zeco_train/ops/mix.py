@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import Library, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
@@ -250,7 +249,6 @@ class _Differentiable(torch.autograd.Function):
         return o, received, carry_out, transition, *saved
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
         handle, *kept, transition, incoming_state, doc_ids = ctx.saved_tensors
         num_kept = ctx.num_operands - len(ctx.replaced)
@@ -264,10 +262,24 @@ class _Differentiable(torch.autograd.Function):
         # A compiler passes zeros for undefined gradients.
         dcarry_out = dcarry_out if ctx.want_carry else None
         where = ctx.operator, ctx.scale, handle, doc_ids
-        grads, dcarry_in = torch.ops.zeco.mix_backward.default(
-            operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry
-        )
+        with torch._C._AutoDispatchBelowAutograd():
+            grads, dcarry_in = torch.ops.zeco.mix_backward.default(
+                operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry
+            )
+        if torch.is_grad_enabled():  # by `create_graph`
+            *grads, dcarry_in = _Final.apply((*grads, dcarry_in), do, dcarry_out, *operands)
         return None, None, None, None, None, dcarry_in if want_dcarry else None, None, *grads
+
+
+# Gradients, which depend on the other arguments.
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grads: tuple[Tensor, ...], *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError("zeco::mix has no second derivatives")
 
 
 def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
