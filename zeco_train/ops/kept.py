@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ class TileOptions:
         keys, values = min(self.keys, next_power_of_2(K)), min(self.values, next_power_of_2(V))
         return max(narrowest, keys), max(narrowest, values)
 
-    @property
+    @cached_property
     def launch(self) -> dict[str, int | None]:
         """Keyword arguments of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}

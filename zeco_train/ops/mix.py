@@ -139,8 +139,7 @@ def _mix(
     with torch.cuda.device_of(operands[0]), _without_autocast(operands[0]):
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
         passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
-        shape = chosen.transition_shape(operands)
-        transition = local.transition if passed else local.state.new_zeros(shape)
+        transition = local.transition if passed else local.state.new_zeros(chosen.transition_shape(operands))
         if incoming_state is None:
             cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
             request = ScanRequest(local.state, transition, False, carry_in, wanted, cuts)
