@@ -43,7 +43,8 @@ class Kernel(JITFunction):
         key = device, *modes, *kinds, *constants, *constants.values()
         if (found := self.launches.get(key)) is None:
             compiled, rest = super().run(*args, grid=grid, warmup=False, **constants), self.params[len(args) :]
-            if {*map(type, args)} <= _TENSORS | _OTHERS and all(parameter.is_constexpr for parameter in rest):
+            plain = {*map(type, args)} <= _TENSORS | _OTHERS and all(each.is_constexpr for each in rest)
+            if compiled and plain:
                 if len(self.launches) == _MOST:
                     self.launches.clear()
                 self.launches[key] = compiled, [constants.get(each.name, each.default) for each in rest]
