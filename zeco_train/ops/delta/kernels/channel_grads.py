@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.grads import _round
 from zeco_train.ops.delta.kernels.systems import load_strengths
 from zeco_train.ops.gla.kernels.tiles import (
@@ -21,20 +21,20 @@ from zeco_train.ops.gla.kernels.tiles import (
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
-@triton.jit
+@jit
 def _load_state(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     pointers, inside = state_pointers(states, index, V, K, first_value, first_key, BV, BK)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
-@triton.jit
+@jit
 def _load_middle(b, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
     columns = first_key + tl.arange(0, BK)
     middle = tl.minimum(start + C // 2, T) - 1
     return tl.load(b + middle.to(tl.int64) * H * K + columns, mask=columns < K, other=0.0)[None, :]
 
 
-@triton.jit
+@jit
 def channel_grads_kernel(
     q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta, scale, T, B,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH,

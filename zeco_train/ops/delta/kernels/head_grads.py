@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.grads import _round
 from zeco_train.ops.delta.kernels.systems import border_decays, load_decays, load_strengths
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
-@triton.jit
+@jit
 def _load_state(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     pointers, inside = state_pointers(states, index, V, K, first_value, first_key, BV, BK)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
-@triton.jit
+@jit
 def head_grads_kernel(
     q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta, scale, T, B,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH,

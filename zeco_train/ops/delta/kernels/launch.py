@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.delta.kernels.channel_grads import channel_grads_kernel
-from zeco_train.ops.delta.kernels.front import front_kernel
 from zeco_train.ops.delta.kernels.grads import grads_kernel
 from zeco_train.ops.delta.kernels.head_grads import head_grads_kernel
 from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
@@ -137,16 +137,16 @@ class DeltaKernels:
         self.flags: dict[str, Any] = {
             "C": CHUNK, "PRECISION": "tf32x3", "BY_CHANNEL": self.by_channel, "DOCUMENTS": doc_ids is not None
         }  # fmt: skip
-        self.num_chunks = triton.cdiv(self.T, CHUNK)
+        self.num_chunks = cdiv(self.T, CHUNK)
         # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
         self._walk = tuning.channel_walk if self.by_channel else tuning.walk
         _, columns = self._walk_tile(self._walk)
-        segments = tuning.programs // (triton.cdiv(self.V, columns) * self.BH)
+        segments = tuning.programs // (cdiv(self.V, columns) * self.BH)
         # Walks of N / J chunks and J joins, one after the other: the sum is least where both take as long.
         balanced = int(math.sqrt(self.num_chunks / tuning.joining))
         segments = max(1, min(segments, balanced, self.num_chunks))
-        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
-        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+        self.segment_chunks = cdiv(self.num_chunks, segments)
+        self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
         # (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
         self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
         self.states_shape = self.num_chunks, self.B, self.H, self.V, self.K
@@ -172,23 +172,10 @@ class DeltaKernels:
         scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
         options = self.tuning.systems
         BK, _ = self._tile(options)
-        if self.by_channel and NEW.get("front"):
-            keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
-            survival = self._new(self.num_chunks, self.B, self.H, self.K)
-            self.made = keys, end_keys, queries, survival
-            front = NEW["front"]
-            FK = front.keys
-            front_kernel[(self.num_chunks, self.BH)](
-                q, self.k, self.g, self.beta, self.doc_ids, self.sums, keys, end_keys, queries, survival, scores,
-                inverses, self.scale, self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=FK,
-                DOCUMENTS=self.doc_ids is not None, PRECISION="tf32x3", ONE_LAYOUT=True,
-                SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
-                PARTS=0 if triton.knobs.runtime.interpret else 3, **front.launch,
-            )
         systems_kernel[(self.num_chunks, self.BH)](
             q, self.k, self.sums, self.beta, self.doc_ids, scores, inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
-            KEYS=triton.next_power_of_2(self.K), REST=self.by_channel and bool(NEW.get("front")), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+            KEYS=next_power_of_2(self.K), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
             **self.flags, **options.launch,
         )  # fmt: skip
         return scores, inverses
@@ -197,8 +184,6 @@ class DeltaKernels:
         """The operands of the walks."""
         if not self.by_channel:
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
-        if hasattr(self, "made"):
-            return WalkOperands(*self.made, inverses, scores)
         keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
         survival = self._new(self.num_chunks, self.B, self.H, self.K)
         options = self.tuning.operands
@@ -242,7 +227,7 @@ class DeltaKernels:
     ) -> None:
         BK, BV = self._walk_tile(options)
         # Without starts, of the values and then of the transition.
-        tiles = triton.cdiv(self.V, BV) + (triton.cdiv(self.K, BV) if starts is None else 0)
+        tiles = cdiv(self.V, BV) + (cdiv(self.K, BV) if starts is None else 0)
         forward_walk_kernel[(tiles, self.BH, self.num_segments)](
             operands.keys, operands.end_keys, operands.queries, self.v, operands.decays, self.doc_ids,
             operands.inverses, operands.scores, starts, totals, transitions, o, states, added, self.scale,
@@ -277,7 +262,7 @@ class DeltaKernels:
         dv: Tensor | None = None,
     ) -> None:
         BK, BV = self._walk_tile(self._walk)
-        reverse_walk_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
+        reverse_walk_kernel[(cdiv(self.V, BV), self.BH, self.num_segments)](
             operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.inverses,
             operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H, operands.keys.shape[2], self.K,
             self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV, STATES=ends is not None,
@@ -290,9 +275,9 @@ class DeltaKernels:
         """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
         found, options = torch.empty_like(states), self.tuning.join
         BC, BV = options.tile(self.K, self.V)
-        join_kernel[(triton.cdiv(self.V, BV), self.BH)](
+        join_kernel[(cdiv(self.V, BV), self.BH)](
             start, states, transitions, found, self.K, self.V, self.BH, len(states), BC=BC,
-            BK=triton.next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
+            BK=next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
             **options.launch,
         )  # fmt: skip
         return found
@@ -300,7 +285,7 @@ class DeltaKernels:
     def _new_grads(self, q, do, states, grads, added, dv):
         options = NEW["options"]
         BK, BV = self._tile(options)
-        tiles = triton.cdiv(self.K, BK)
+        tiles = cdiv(self.K, BK)
         heads = min(NEW.get("heads", 1), self.H // self.G)
         sets = self.H // heads
         dq, dk = (self._new(self.B, self.T, sets, self.K, dtype=self.dtype) for _ in range(2))
@@ -325,7 +310,7 @@ class DeltaKernels:
             return self._new_grads(q, do, states, grads, added, dv)
         options = NEW.get("channel") or self.tuning.channel_grads if self.by_channel else NEW.get("options") or self.tuning.grads
         BK, BV = self._tile(options)
-        tiles = triton.cdiv(self.K, BK)
+        tiles = cdiv(self.K, BK)
         heads = 1 if self.by_channel else min(NEW.get("heads", 1), self.H // self.G)
         dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
         dbeta, dg = torch.empty_like(self.beta), None
@@ -335,20 +320,20 @@ class DeltaKernels:
         if self.by_channel and form:
             options = NEW["channel_new"]
             BK, BV = self._tile(options)
-            channel_grads_kernel[(self.num_chunks * triton.cdiv(self.K, BK), self.BH)](
+            channel_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
                 q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
                 self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV,
-                KEYS=triton.next_power_of_2(self.K), LOOPS=form, PARTS=2 if self.dtype == torch.bfloat16 else 0,
+                KEYS=next_power_of_2(self.K), LOOPS=form, PARTS=2 if self.dtype == torch.bfloat16 else 0,
                 **{x: y for x, y in self.flags.items() if x != "BY_CHANNEL"}, **options.launch,
             )
             options = self.tuning.channel_grads
             BK, BV = self._tile(options)
-            tiles = triton.cdiv(self.K, BK)
+            tiles = cdiv(self.K, BK)
         for mild, chunks in ((False, GROUP),) if self.by_channel and form else ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
-            grads_kernel[(triton.cdiv(self.num_chunks, chunks) * tiles, self.BH // heads)](
+            grads_kernel[(cdiv(self.num_chunks, chunks) * tiles, self.BH // heads)](
                 q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
                 self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, GATED=self.gated,
-                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, HEADS=heads, KEYS=triton.next_power_of_2(self.K),
+                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, HEADS=heads, KEYS=next_power_of_2(self.K),
                 **self.flags, **options.launch,
             )  # fmt: skip
         if dg is not None and not self.by_channel:
@@ -365,12 +350,10 @@ def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
         return decay_sums(g, CHUNK)
     B, T, H, K = g.shape
     sums, options = torch.empty_like(g), tuning.channel_sums
-    if NEW.get("front"):
-        return sums
     BK, _ = options.tile(K, K)
     # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
     parts = 0 if triton.knobs.runtime.interpret else 3
-    channel_sums_kernel[(triton.cdiv(T, CHUNK), B * H)](g, sums, T, H, K, C=CHUNK, BK=BK, PARTS=parts, **options.launch)
+    channel_sums_kernel[(cdiv(T, CHUNK), B * H)](g, sums, T, H, K, C=CHUNK, BK=BK, PARTS=parts, **options.launch)
     return sums
 
 
@@ -381,7 +364,6 @@ class _DeltaKernelForward(ForwardBase):
         tuning, self._gated = options_for(k), bool(g)
         self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
         self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, tuning, gated=self._gated)
-        self._launcher.g = dense(g[0]) if g else None
         self._scores, self._inverses = self._launcher.systems(q)
         self._operands = self._launcher.operands(q, self._inverses, self._scores)
         self._states, self._transitions = self._launcher.summaries(self._operands)
