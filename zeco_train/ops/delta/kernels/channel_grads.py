@@ -75,9 +75,14 @@ def channel_grads_kernel(
             output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
             score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
             pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
-            if LOOPS == 2:
+            if LOOPS < 3:
                 state = _load_state(states, index, K, V, first_key, first_value, BK, BV)
                 query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
+            if LOOPS == 1:
+                grad = _load_state(grads, index, K, V, first_key, first_value, BK, BV)
+                boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
+                row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
+                column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
         if tile == 0:
             strengths = load_strengths(beta + head_offset(batch_head, T, H, 1), start, T, H, C, DTYPE)
             strength_grads = tl.sum(tl.where(is_self, pair_grads, 0.0), axis=1) / strengths / strengths
@@ -114,14 +119,15 @@ def channel_grads_kernel(
         terms = own_queries.to(tl.float32) * query_grads
         store_tile(dq, query_grads * later + self * keys, start, T, H, K, first_key, C, BK)
 
-        for first_value in tl.range(0, V, BV, disable_licm=True):
-            new = load_tile(added, start, T, H, V, first_value, C, BV)
-            value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
-            state = _load_state(states, index, K, V, first_key, first_value, BK, BV)
-            grad = _load_state(grads, index, K, V, first_key, first_value, BK, BV)
-            boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
-            row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
-            column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
+        if LOOPS > 1:
+            for first_value in tl.range(0, V, BV, disable_licm=True):
+                new = load_tile(added, start, T, H, V, first_value, C, BV)
+                value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
+                state = _load_state(states, index, K, V, first_key, first_value, BK, BV)
+                grad = _load_state(grads, index, K, V, first_key, first_value, BK, BV)
+                boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
+                row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
+                column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
         channels = tl.arange(0, BK)
         boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
         middle = _load_middle(sums, start, T, H, K, first_key, C, BK)

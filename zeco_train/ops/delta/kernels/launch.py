@@ -184,13 +184,16 @@ class DeltaKernels:
         """The operands of the walks."""
         if not self.by_channel:
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
+        g = getattr(self, "g", None)
+        parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
         keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
         survival = self._new(self.num_chunks, self.B, self.H, self.K)
-        options = self.tuning.operands
+        options = NEW.get("front", self.tuning.operands) if g is not None else self.tuning.operands
         BK, _ = self._tile(options)
         operands_kernel[(self.num_chunks, self.BH)](
-            q, self.k, self.sums, self.doc_ids, keys, end_keys, queries, survival, self.scale, self.T, self.H, self.G,
-            self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, **options.launch,
+            q, self.k, g, self.sums, self.doc_ids, keys, end_keys, queries, survival, self.scale, self.T, self.H, self.G,
+            self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts,
+            **options.launch,
         )  # fmt: skip
         return WalkOperands(keys, end_keys, queries, survival, inverses, scores)
 
@@ -350,6 +353,8 @@ def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
         return decay_sums(g, CHUNK)
     B, T, H, K = g.shape
     sums, options = torch.empty_like(g), tuning.channel_sums
+    if NEW.get("front"):
+        return sums
     BK, _ = options.tile(K, K)
     # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
     parts = 0 if triton.knobs.runtime.interpret else 3
@@ -364,8 +369,15 @@ class _DeltaKernelForward(ForwardBase):
         tuning, self._gated = options_for(k), bool(g)
         self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
         self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, tuning, gated=self._gated)
-        self._scores, self._inverses = self._launcher.systems(q)
-        self._operands = self._launcher.operands(q, self._inverses, self._scores)
+        if NEW.get("front") and self._launcher.by_channel:
+            self._launcher.g = dense(g[0])
+            made = self._launcher.operands(q, None, None)
+            self._scores, self._inverses = self._launcher.systems(q)
+            from dataclasses import replace
+            self._operands = replace(made, inverses=self._inverses, scores=self._scores)
+        else:
+            self._scores, self._inverses = self._launcher.systems(q)
+            self._operands = self._launcher.operands(q, self._inverses, self._scores)
         self._states, self._transitions = self._launcher.summaries(self._operands)
         self.state = self._launcher.join(self._states, self._transitions)[-1]
 

@@ -225,7 +225,8 @@ def systems_kernel(
 def operands_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
-    sums,  # [B, T, H, K] fp32, of `channel_sums_kernel`
+    g,  # [B, T, H, K] fp32, log-decays, read with PARTS
+    sums,  # [B, T, H, K] fp32, their sums inside chunks, each through the token itself; written with PARTS, else read
     doc_ids,  # [T] int32, read with DOCUMENTS
     start_keys,  # [B, T, H, K], written: k̄
     end_keys,  # [B, T, H, K], written: k̃
@@ -240,6 +241,7 @@ def operands_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """The operands of the walks with decays by channel, of one chunk of one head a program."""
     chunk = tl.program_id(0)
@@ -249,7 +251,13 @@ def operands_kernel(
     own = head_offset(batch_head, T, H, K)
     start = chunk * C
     for first_key in range(0, K, BK):
-        through, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, True)
+        if PARTS is None:
+            through, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, True)
+        else:
+            through = tl.maximum(load_tile(g + own, start, T, H, K, first_key, C, BK), LEAST)
+            through = sum_tokens(tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :], through, PARTS)
+            store_tile(sums + own, through, start, T, H, K, first_key, C, BK)
+            total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], through, 0.0), axis=0)[None, :]
         from_start, to_end, survives = border_decays(through, total, doc_ids, start, T, C, DOCUMENTS)
         keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
         seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * from_start * scale
