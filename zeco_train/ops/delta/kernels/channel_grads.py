@@ -1,180 +1,218 @@
-"""Experiment: gradients of one mild chunk with decays by channel, one reference for all factors."""
+"""`zeco_train.ops.delta.kernels.grads` with decays by channel.
+
+Pairs of tokens are grouped by sizes of blocks, as in `zeco_train.ops.gla.kernels.intra`. In a mild chunk all factors
+are from and to its middle token, m, those of the states, too, so that a sum over the chunk's tokens and one over a
+state are one sum:
+
+    dq = exp(b − b_m) ⊙ (scale · exp(b_m) ⊙ do Sᵀ + Σ_j dP_ij k_j ⊙ exp(b_m − b_j))
+"""
 
 from __future__ import annotations
 
 import triton.language as tl
 
 from zeco_train.kernels import jit
-from zeco_train.ops.delta.kernels.grads import _round
-from zeco_train.ops.delta.kernels.systems import load_strengths
+from zeco_train.ops.delta.kernels.grads import later_tokens, load_transposed, mask_pairs, round_to_tokens
+from zeco_train.ops.delta.kernels.systems import border_decays, load_decays
 from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
     decay,
+    from_middle,
     head_offset,
     laid_out_like,
     load_doc_ids,
     load_last_row,
     load_tile,
-    state_pointers,
+    split_decays,
+    split_pairs,
     store_tile,
+    sum_tokens,
 )
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
 @jit
-def _load_state(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
-    pointers, inside = state_pointers(states, index, V, K, first_value, first_key, BV, BK)
-    return tl.load(pointers, mask=inside, other=0.0)
+def _chunk_grads(
+    chunk,
+    tile,
+    batch_head,
+    q,
+    k,
+    sums,
+    beta,
+    do,
+    doc_ids,
+    states,
+    grads,
+    added,
+    dv,
+    dq,
+    dk,
+    dg,
+    dbeta,
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MILD: tl.constexpr,
+):
+    """The gradients of BK channels of the keys of one chunk of one head, see `channel_grads_kernel`."""
+    first_key = tile * BK
+    start = chunk * C
+    of_group = key_head_offset(batch_head, T, H, G, K)
+    of_keys = head_offset(batch_head, T, H, K)
+    of_head = head_offset(batch_head, T, H, V)
+    index = chunk.to(tl.int64) * BH + batch_head
+    DTYPE: tl.constexpr = k.dtype.element_ty
+    score_grads = tl.zeros([C, C], tl.float32)
+    pair_grads = tl.zeros([C, C], tl.float32)
+    query_grads = tl.zeros([C, BK], tl.float32)
+    row_grads = tl.zeros([C, BK], tl.float32)
+    column_grads = tl.zeros([C, BK], tl.float32)
+    boundary_term = tl.zeros([BK, BK], tl.float32)  # on its diagonal
+    for first_value in tl.range(0, V, BV, disable_licm=True):
+        new = load_tile(added + of_head, start, T, H, V, first_value, C, BV)
+        value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
+        output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
+        state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
+        grad = load_transposed(grads, index, K, V, first_key, first_value, BK, BV)
+        score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
+        pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
+        query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
+        row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
+        column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
+        boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
+    score_grads, self, pair_grads, _ = mask_pairs(
+        score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS, DTYPE
+    )
+    self = self[:, None]
+    if not MILD:
+        # for both roles of a row at once
+        score_grads -= tl.trans(score_grads)
+        pair_grads -= tl.trans(pair_grads)
+    score_grads = round_to_tokens(score_grads, DTYPE, True)
+    pair_grads = round_to_tokens(pair_grads, DTYPE, True)
 
-
-@jit
-def _load_middle(b, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
-    columns = first_key + tl.arange(0, BK)
-    middle = tl.minimum(start + C // 2, T) - 1
-    return tl.load(b + middle.to(tl.int64) * H * K + columns, mask=columns < K, other=0.0)[None, :]
+    own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, True)
+    own = laid_out_like(own, query_grads)
+    from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
+    sums += head_offset(batch_head, T, H, K)
+    queries = laid_out_like(load_tile(q + of_group, start, T, G, K, first_key, C, BK), query_grads).to(tl.float32)
+    keys = laid_out_like(load_tile(k + of_group, start, T, G, K, first_key, C, BK), query_grads).to(tl.float32)
+    if MILD:
+        middle = load_last_row(sums, start, T, H, K, first_key, C // 2, BK)[None, :]
+        distances = from_middle(sums, own, start, T, H, K, first_key, C, BK)
+        later, earlier = decay(distances), decay(-distances)
+        turned_keys = round_to_tokens(keys * earlier, DTYPE, True)
+        own_keys = round_to_tokens(keys * later, DTYPE, True)
+        own_queries = round_to_tokens(queries * later, DTYPE, True)
+        from_start, to_end = decay(middle), decay(total - middle)
+        if DOCUMENTS:
+            doc_ids_of, before, end = load_doc_ids(doc_ids, start, T, C)
+            from_start = tl.where((doc_ids_of == before)[:, None], from_start, 0.0)
+            to_end = tl.where((doc_ids_of == end)[:, None], to_end, 0.0)
+    query_grads *= from_start * scale
+    row_grads *= -from_start
+    column_grads *= to_end
+    if MILD:
+        leaving = turned_keys.to(tl.float32) * column_grads
+        # under conditions that always hold: see `_split_product` of the scalar decays
+        if start < T:
+            query_grads = tl.dot(score_grads, turned_keys, query_grads, input_precision=PRECISION)
+            row_grads = tl.dot(pair_grads, turned_keys, row_grads, input_precision=PRECISION)
+            column_grads = tl.dot(tl.trans(score_grads), own_queries, column_grads, input_precision=PRECISION)
+        if T > 0:
+            column_grads = tl.dot(tl.trans(pair_grads), own_keys, column_grads, input_precision=PRECISION)
+        terms = own_queries.to(tl.float32) * query_grads + own_keys.to(tl.float32) * row_grads
+        terms -= turned_keys.to(tl.float32) * column_grads
+        query_grads *= later
+        key_grads = row_grads * later + column_grads * earlier
+    else:
+        leaving = keys * column_grads
+        terms = queries * query_grads + keys * row_grads - leaving
+        key_grads = row_grads + column_grads
+        for shift in range(6):
+            is_later, factors = split_decays(sums, own, shift, start, T, H, K, first_key, C, BK)
+            to_later = tl.where(is_later, 1.0, 0.0)[:, None]
+            split = split_pairs(shift, C)
+            decayed_keys = round_to_tokens(keys * factors, DTYPE)
+            mixed = round_to_tokens(tl.where(is_later[:, None], queries, keys) * factors, DTYPE)
+            of_scores = tl.dot(tl.where(split, score_grads, 0.0), mixed, input_precision=PRECISION)
+            of_pairs = tl.dot(tl.where(split, pair_grads, 0.0), decayed_keys, input_precision=PRECISION)
+            terms += mixed.to(tl.float32) * of_scores
+            terms += decayed_keys.to(tl.float32) * of_pairs
+            of_scores *= factors
+            of_pairs *= factors
+            query_grads += to_later * of_scores
+            key_grads += to_later * of_pairs + (to_later - 1.0) * (of_scores + of_pairs)
+    store_tile(dq + of_keys, query_grads + self * keys, start, T, H, K, first_key, C, BK)
+    store_tile(dk + of_keys, key_grads + self * queries, start, T, H, K, first_key, C, BK)
+    # Σ_V S' ⊙ dS
+    channels = tl.arange(0, BK)
+    boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
+    boundary_term = boundary_term[None, :] * survives + tl.sum(leaving, axis=0)[None, :]
+    later_ones, goes_on, stays = later_tokens(doc_ids, start, T, C, DOCUMENTS)
+    decay_grads = sum_tokens(later_ones, terms, 2 if tl.bfloat16 == DTYPE else 0)
+    decay_grads += tl.where(goes_on[:, None], boundary_term, 0.0)
+    store_tile(dg + of_keys, tl.where(stays[:, None], decay_grads, 0.0), start, T, H, K, first_key, C, BK)
 
 
 @jit
 def channel_grads_kernel(
-    q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta, scale, T, B,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KEYS: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, LOOPS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    key_tiles: tl.constexpr = (K + BK - 1) // BK
-    chunk = tl.program_id(0) // key_tiles
-    tile = tl.program_id(0) % key_tiles
-    first_key = tile * BK
-    start = chunk * C
-    batch_head = tl.program_id(1)
-    index = chunk.to(tl.int64) * BH + batch_head
-    rows = tl.arange(0, C)
-    is_token = rows < T - start
-    is_self = rows[:, None] == rows[None, :]
-    DTYPE: tl.constexpr = k.dtype.element_ty
-    q += key_head_offset(batch_head, T, H, G, K)
-    k += key_head_offset(batch_head, T, H, G, K)
-    sums += head_offset(batch_head, T, H, K)
-    dq += head_offset(batch_head, T, H, K)
-    dk += head_offset(batch_head, T, H, K)
-    dg += head_offset(batch_head, T, H, K)
-    do += head_offset(batch_head, T, H, V)
-    dv += head_offset(batch_head, T, H, V)
-    added += head_offset(batch_head, T, H, V)
-    by_head = head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H
-    if are_mild(sums, chunk, T, H, K, C, 1, KEYS):
-        score_grads = tl.zeros([C, C], tl.float32)
-        pair_grads = tl.zeros([C, C], tl.float32)
-        query_grads = tl.zeros([C, BK], tl.float32)
-        row_grads = tl.zeros([C, BK], tl.float32)
-        column_grads = tl.zeros([C, BK], tl.float32)
-        boundary_term = tl.zeros([BK, BK], tl.float32)
-        for first_value in tl.range(0, V, BV, disable_licm=True):
-            new = load_tile(added, start, T, H, V, first_value, C, BV)
-            value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
-            output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
-            score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
-            pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
-            if LOOPS < 3:
-                state = _load_state(states, index, K, V, first_key, first_value, BK, BV)
-                query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
-            if LOOPS == 1:
-                grad = _load_state(grads, index, K, V, first_key, first_value, BK, BV)
-                boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
-                row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
-                column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
-        if tile == 0:
-            strengths = load_strengths(beta + head_offset(batch_head, T, H, 1), start, T, H, C, DTYPE)
-            strength_grads = tl.sum(tl.where(is_self, pair_grads, 0.0), axis=1) / strengths / strengths
-            tl.store(dbeta + by_head, strength_grads, mask=is_token)
-        visible = rows[:, None] >= rows[None, :]
-        sees_start = tl.where(is_token, 1.0, 0.0)[:, None]
-        sees_end = sees_start
-        if DOCUMENTS:
-            doc_ids_of, before, end = load_doc_ids(doc_ids, start, T, C)
-            same = doc_ids_of[:, None] == doc_ids_of[None, :]
-            visible = visible & same
-            sees_start = tl.where(doc_ids_of == before, 1.0, 0.0)[:, None]
-            sees_end = tl.where(doc_ids_of == end, 1.0, 0.0)[:, None]
-        score_grads = tl.where(visible, score_grads * scale, 0.0)
-        self = tl.sum(tl.where(is_self, score_grads, 0.0), axis=1)[:, None]
-        score_grads = _round(tl.where(is_self, 0.0, score_grads), DTYPE, True)
-        pair_grads = _round(tl.where(visible & (rows[:, None] > rows[None, :]), -pair_grads, 0.0), DTYPE, True)
-        if LOOPS == 3:
-            for first_value in tl.range(0, V, BV, disable_licm=True):
-                output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
-                state = _load_state(states, index, K, V, first_key, first_value, BK, BV)
-                query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
-        middle = _load_middle(sums, start, T, H, K, first_key, C, BK)
-        own = laid_out_like(load_tile(sums, start, T, H, K, first_key, C, BK), query_grads)
-        distances = tl.where(is_token[:, None], own - middle, 0.0)
-        keys = laid_out_like(load_tile(k, start, T, G, K, first_key, C, BK), query_grads).to(tl.float32)
-        queries = laid_out_like(load_tile(q, start, T, G, K, first_key, C, BK), query_grads).to(tl.float32)
-        later = decay(distances)
-        turned_keys = _round(keys * decay(-distances), DTYPE, True)
-        own_queries = _round(queries * later, DTYPE, True)
-        query_grads *= (decay(middle) * scale) * sees_start
-        if start < T:
-            query_grads = tl.dot(score_grads, turned_keys, query_grads, input_precision=PRECISION)
-        terms = own_queries.to(tl.float32) * query_grads
-        store_tile(dq, query_grads * later + self * keys, start, T, H, K, first_key, C, BK)
+    q,  # [B, T, G, K]
+    k,  # [B, T, G, K]
+    sums,  # [B, T, H, K] fp32, of `operands_kernel`
+    beta,  # [B, T, H] fp32
+    do,  # [B, T, H, V]
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    states,  # [N, B, H, V, K]: S before the chunks, transposed
+    grads,  # [N, B, H, V, K]: dS after the chunks, transposed
+    added,  # [B, T, H, V]: N
+    dv,  # [B, T, H, V]
+    dq,  # [B, T, H, K], written
+    dk,  # [B, T, H, K], written
+    dg,  # [B, T, H, K] fp32, written
+    dbeta,  # [B, T, H] fp32, written
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MILD: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program serves BK channels of the keys of some chunks of one head.
 
-        if LOOPS > 1:
-            for first_value in tl.range(0, V, BV, disable_licm=True):
-                new = load_tile(added, start, T, H, V, first_value, C, BV)
-                value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
-                state = _load_state(states, index, K, V, first_key, first_value, BK, BV)
-                grad = _load_state(grads, index, K, V, first_key, first_value, BK, BV)
-                boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
-                row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
-                column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
-        channels = tl.arange(0, BK)
-        boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
-        middle = _load_middle(sums, start, T, H, K, first_key, C, BK)
-        total = load_last_row(sums, start, T, H, K, first_key, C, BK)[None, :]
-        own = laid_out_like(load_tile(sums, start, T, H, K, first_key, C, BK), row_grads)
-        distances = tl.where(is_token[:, None], own - middle, 0.0)
-        keys = laid_out_like(load_tile(k, start, T, G, K, first_key, C, BK), row_grads).to(tl.float32)
-        later = decay(distances)
-        earlier = decay(-distances)
-        turned_keys = _round(keys * earlier, DTYPE, True)
-        own_keys = _round(keys * later, DTYPE, True)
-        row_grads *= -decay(middle) * sees_start
-        if start < T:
-            row_grads = tl.dot(pair_grads, turned_keys, row_grads, input_precision=PRECISION)
-        terms += own_keys.to(tl.float32) * row_grads
-        key_grads = row_grads * later
-        column_grads *= decay(total - middle) * sees_end
-        leaving = tl.sum(turned_keys.to(tl.float32) * column_grads, axis=0)[None, :]
-        queries = laid_out_like(load_tile(q, start, T, G, K, first_key, C, BK), row_grads).to(tl.float32)
-        own_queries = _round(queries * later, DTYPE, True)
-        if start < T:
-            column_grads = tl.dot(tl.trans(score_grads), own_queries, column_grads, input_precision=PRECISION)
-        if T > 0:
-            column_grads = tl.dot(tl.trans(pair_grads), own_keys, column_grads, input_precision=PRECISION)
-        terms -= turned_keys.to(tl.float32) * column_grads
-        key_grads += column_grads * earlier + self * queries
-        store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
-        survives = decay(total)
-        later_tokens = rows[:, None] <= rows[None, :]
-        if DOCUMENTS:
-            survives = tl.where(before == end, survives, 0.0)
-            later_tokens = later_tokens & same
-        boundary_terms = boundary_term[None, :] * survives + leaving
-        stays = is_token
-        if DOCUMENTS:
-            boundary_terms = tl.where((doc_ids_of == end)[:, None], boundary_terms, 0.0)
-            previous = tl.load(doc_ids + start + rows - 1, mask=is_token & (start + rows > 0), other=0)
-            stays = doc_ids_of == previous
-        decay_grads = tl.zeros([C, BK], tl.float32)
-        if PARTS == 0:
-            decay_grads = tl.dot(later_tokens.to(tl.float32), terms, input_precision="tf32x3")
-        else:
-            ones = later_tokens.to(tl.bfloat16)
-            high = terms.to(tl.bfloat16)
-            rest = (terms - high.to(tl.float32)).to(tl.bfloat16)
-            if start < T:
-                decay_grads = tl.dot(ones, high, decay_grads)
-            decay_grads = tl.dot(ones, rest, decay_grads)
-        decay_grads += boundary_terms
-        store_tile(dg, tl.where(stays[:, None], decay_grads, 0.0), start, T, H, K, first_key, C, BK)
+    MILD: a program for each chunk, for the mild ones only; else only for the others, a program for CHUNKS, see
+    `zeco_train.ops.gla.kernels.intra`.
+    """
+    key_tiles: tl.constexpr = (K + BK - 1) // BK
+    first_chunk = tl.program_id(0) // key_tiles * CHUNKS
+    tile = tl.program_id(0) % key_tiles
+    batch_head = tl.program_id(1)
+    own_sums = sums + head_offset(batch_head, T, H, K)
+    if are_mild(own_sums, first_chunk, T, H, K, C, CHUNKS, KEYS) == MILD:
+        chunks = 1 if MILD else tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)
+        for step in range(chunks):
+            chunk = first_chunk + step
+            if MILD or not are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
+                _chunk_grads(
+                    chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
+                    scale, T, H, G, K, V, BH, C, BK, BV, DOCUMENTS, PRECISION, MILD,
+                )  # fmt: skip

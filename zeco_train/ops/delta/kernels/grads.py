@@ -12,12 +12,11 @@ With N its new values and dv of the walks, E_ij = exp(b_i − b_j), S before and
 N_i is β_i times what the token's value differs from the state's, r_i, and dv_i is β_i times the gradient of β_i r_i: so
 their product is β² times dβ. S' is the state after the chunk: Σ_V S' ⊙ dS = exp(b_end) Σ_V S ⊙ dS + Σ_i k ⊙ (the part
 of col from dS), which is 0 for tokens before a restart. A pair of tokens enters dg's sum twice, with both signs, from
-the same rounded factors, as in `zeco_train.ops.gla.kernels.intra`, whose sizes of blocks serve decays by channel here,
-too.
+the same rounded factors.
 
-One after the other, so that few sums are in registers at once: pairs, dq, dk. Sums over V of two tiles' products are
-diagonals of products, too: Triton 3.6 and 3.7 have one buffer too few for a tile that a loop reads both in products and
-in registers, so that the next copy overwrites what a product still reads.
+With decays by channel: `zeco_train.ops.delta.kernels.channel_grads`. Sums over V of two tiles' products are diagonals
+of products, too: Triton 3.6 and 3.7 have one buffer too few for a tile that a loop reads both in products and in
+registers, so that the next copy overwrites what a product still reads.
 """
 
 from __future__ import annotations
@@ -28,19 +27,13 @@ import triton.language as tl
 from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.systems import border_decays, load_decays, load_strengths
 from zeco_train.ops.gla.kernels.tiles import (
-    are_mild,
     decay,
-    from_middle,
     head_offset,
-    laid_out_like,
     load_doc_ids,
     load_tile,
     round_to_bf16,
-    split_decays,
-    split_pairs,
     state_pointers,
     store_tile,
-    sum_tokens,
 )
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
@@ -48,7 +41,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @jit
-def _round(x, dtype: tl.constexpr, HERE: tl.constexpr = False):
+def round_to_tokens(x, dtype: tl.constexpr, HERE: tl.constexpr = False):
     """x, fp32, in the dtype of the tokens; HERE: not wherever the compiler would, which keeps all that x is made of."""
     if INTERPRETED:
         rounded = x.to(dtype)
@@ -64,251 +57,60 @@ def _round(x, dtype: tl.constexpr, HERE: tl.constexpr = False):
 
 
 @jit
-def _load_keys(
-    q, k, sums, doc_ids, product, batch_head, start, T, H, G, K, first_key, C: tl.constexpr, BK: tl.constexpr,
-    DOCUMENTS: tl.constexpr, ONE_LAYOUT: tl.constexpr,
+def load_transposed(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
+    """[BV, BK] of state number `index` in [.., V, K]."""
+    pointers, inside = state_pointers(states, index, V, K, first_value, first_key, BV, BK)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@jit
+def mask_pairs(
+    score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C: tl.constexpr,
+    DOCUMENTS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and sums of decays by channel, laid out like `product`; `border_decays`. q and k: of their head."""
-    own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, True)
-    queries = load_tile(q, start, T, G, K, first_key, C, BK)
-    keys = load_tile(k, start, T, G, K, first_key, C, BK)
-    if ONE_LAYOUT:
-        own = laid_out_like(own, product)
-        queries = laid_out_like(queries, product)
-        keys = laid_out_like(keys, product)
-    from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
-    return queries, keys, own, from_start, to_end, survives
-
-
-@jit
-def _turn(queries, keys, own, sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
-    """Decays from tokens to the middle one, and from it to them; keys by the first, queries and keys by the second."""
-    distances = from_middle(sums, own, start, T, H, K, first_key, C, BK)
-    factors = decay(-distances)
-    own_factors = decay(distances)
-    turned_keys = _round(keys.to(tl.float32) * factors, keys.dtype)
-    own_queries = _round(queries.to(tl.float32) * own_factors, keys.dtype)
-    own_keys = _round(keys.to(tl.float32) * own_factors, keys.dtype)
-    return factors, own_factors, turned_keys, own_queries, own_keys
-
-
-@jit
-def _chunk_grads(
-    chunk,
-    tile,
-    number,
-    batch_head,
-    q,
-    k,
-    sums,
-    beta,
-    do,
-    doc_ids,
-    states,
-    grads,
-    added,
-    dv,
-    dq,
-    dk,
-    dg,
-    dbeta,
-    scale,
-    T,
-    B,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BH,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-    GATED: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ONE_LAYOUT: tl.constexpr,
-    MILD: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """The gradients of BK channels of the keys of one chunk of one head, see `grads_kernel`."""
-    first_key = tile * BK
-    q += key_head_offset(batch_head, T, H, G, K)
-    k += key_head_offset(batch_head, T, H, G, K)
-    dq += head_offset(batch_head // HEADS, T, H // HEADS, K)
-    dk += head_offset(batch_head // HEADS, T, H // HEADS, K)
-    known = tl.where(number > 0, T, 0)  # of the heads before
-    do += head_offset(batch_head, T, H, V)
-    dv += head_offset(batch_head, T, H, V)
-    added += head_offset(batch_head, T, H, V)
-    start = chunk * C
+    """From do Nᵀ and dv Nᵀ: dP without its diagonal, that, [C], and dA; which pairs count. Tile 0 writes dβ."""
     rows = tl.arange(0, C)
-    index = chunk.to(tl.int64) * BH + batch_head
-    is_token = rows < T - start
-    by_head = head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H
-
-    score_grads = tl.zeros([C, C], tl.float32)
-    pair_grads = tl.zeros([C, C], tl.float32)
-    for first_value in range(0, V, BV):
-        new = load_tile(added, start, T, H, V, first_value, C, BV)
-        value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
-        output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
-        score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
-        pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
     is_self = rows[:, None] == rows[None, :]
     if tile == 0:
-        strengths = load_strengths(beta + head_offset(batch_head, T, H, 1), start, T, H, C, k.dtype.element_ty)
+        strengths = load_strengths(beta + head_offset(batch_head, T, H, 1), start, T, H, C, TOKENS)
         strength_grads = tl.sum(tl.where(is_self, pair_grads, 0.0), axis=1) / strengths / strengths
-        tl.store(dbeta + by_head, strength_grads, mask=is_token)
+        by_head = head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H
+        tl.store(dbeta + by_head, strength_grads, mask=rows < T - start)
     visible = rows[:, None] >= rows[None, :]
     if DOCUMENTS:
-        doc_ids_of, _, end = load_doc_ids(doc_ids, start, T, C)
-        same = doc_ids_of[:, None] == doc_ids_of[None, :]
-        visible = visible & same
+        own, _, _ = load_doc_ids(doc_ids, start, T, C)
+        visible = visible & (own[:, None] == own[None, :])
     score_grads = tl.where(visible, score_grads * scale, 0.0)
     # each token with itself: its terms of dg cancel
-    self = tl.sum(tl.where(is_self, score_grads, 0.0), axis=1)[:, None]
+    self = tl.sum(tl.where(is_self, score_grads, 0.0), axis=1)
     score_grads = tl.where(is_self, 0.0, score_grads)
     pair_grads = tl.where(visible & (rows[:, None] > rows[None, :]), -pair_grads, 0.0)
-    own_sums = sums + head_offset(batch_head, T, H, K)  # read with BY_CHANNEL only
-    if not BY_CHANNEL:
-        own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, BY_CHANNEL)
-        from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
-        queries = load_tile(q, start, T, G, K, first_key, C, BK)
-        keys = load_tile(k, start, T, G, K, first_key, C, BK)
-        between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
-        score_grads *= between
-        pair_grads *= between
-    elif not MILD:
-        # for both roles of a row at once
-        score_grads -= tl.trans(score_grads)
-        pair_grads -= tl.trans(pair_grads)
-    score_grads = _round(score_grads, k.dtype.element_ty, True)
-    pair_grads = _round(pair_grads, k.dtype.element_ty, True)
+    return score_grads, self, pair_grads, visible
 
-    query_grads = tl.zeros([C, BK], tl.float32)
-    for first_value in range(0, V, BV):
-        output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
-        pointers, inside = state_pointers(states, index, V, K, first_value, first_key, BV, BK)
-        state = tl.load(pointers, mask=inside, other=0.0)
-        query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
-    if BY_CHANNEL:
-        queries, keys, own, from_start, to_end, survives = _load_keys(
-            q, k, sums, doc_ids, query_grads, batch_head, start, T, H, G, K, first_key, C, BK, DOCUMENTS, ONE_LAYOUT
-        )
-    query_grads *= from_start * scale
-    if BY_CHANNEL:
-        terms = queries.to(tl.float32) * query_grads
-        if MILD:
-            _, own_factors, turned_keys, own_queries, _ = _turn(
-                queries, keys, own, own_sums, start, T, H, K, first_key, C, BK
-            )
-            of_scores = tl.dot(score_grads, turned_keys, input_precision=PRECISION)
-            terms += own_queries.to(tl.float32) * of_scores
-            query_grads += own_factors * of_scores
-    else:
-        query_grads = tl.dot(score_grads, keys, query_grads, input_precision=PRECISION)
-        terms = queries.to(tl.float32) * query_grads
-    query_grads += self * keys.to(tl.float32)
-    if HEADS > 1:
-        query_grads += load_tile(dq, start, known, H // HEADS, K, first_key, C, BK)
-    if MILD:
-        store_tile(dq, query_grads, start, T, H // HEADS, K, first_key, C, BK)
 
-    row_grads = tl.zeros([C, BK], tl.float32)
-    column_grads = tl.zeros([C, BK], tl.float32)
-    boundary_term = tl.zeros([BK, BK], tl.float32)  # on its diagonal
-    for first_value in range(0, V, BV):
-        new = load_tile(added, start, T, H, V, first_value, C, BV)
-        value_grads = load_tile(dv, start, T, H, V, first_value, C, BV)
-        pointers, inside = state_pointers(states, index, V, K, first_value, first_key, BV, BK)
-        state = tl.load(pointers, mask=inside, other=0.0)
-        pointers, inside = state_pointers(grads, index, V, K, first_value, first_key, BV, BK)
-        grad = tl.load(pointers, mask=inside, other=0.0)
-        if GATED:
-            boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
-        row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
-        column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
-    # again, rather than in registers throughout
-    if BY_CHANNEL:
-        queries, keys, own, from_start, to_end, survives = _load_keys(
-            q, k, sums, doc_ids, row_grads, batch_head, start, T, H, G, K, first_key, C, BK, DOCUMENTS, ONE_LAYOUT
-        )
-    else:
-        queries = load_tile(q, start, T, G, K, first_key, C, BK)
-        keys = load_tile(k, start, T, G, K, first_key, C, BK)
-    row_grads *= -from_start
-    column_grads *= to_end
-    leaving = keys.to(tl.float32) * column_grads
-    # Σ_V S' ⊙ dS
-    channels = tl.arange(0, BK)
-    boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
-    boundary_term = boundary_term[None, :] * survives + tl.sum(leaving, axis=0)[None, :]
-    if BY_CHANNEL:
-        terms += keys.to(tl.float32) * row_grads - leaving
-        key_grads = row_grads + column_grads + self * queries.to(tl.float32)
-        if MILD:
-            factors, own_factors, turned_keys, own_queries, own_keys = _turn(
-                queries, keys, own, own_sums, start, T, H, K, first_key, C, BK
-            )
-            of_pairs = tl.dot(pair_grads, turned_keys, input_precision=PRECISION)
-            terms += own_keys.to(tl.float32) * of_pairs
-            key_grads += own_factors * of_pairs
-            of_keys = tl.dot(tl.trans(score_grads), own_queries, input_precision=PRECISION)
-            of_keys = tl.dot(tl.trans(pair_grads), own_keys, of_keys, input_precision=PRECISION)
-            terms -= turned_keys.to(tl.float32) * of_keys
-            key_grads += factors * of_keys
-        else:
-            for shift in range(6):
-                is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
-                to_later = tl.where(is_later, 1.0, 0.0)[:, None]
-                split = split_pairs(shift, C)
-                decayed_keys = _round(keys.to(tl.float32) * factors, keys.dtype)
-                mixed = _round(tl.where(is_later[:, None], queries, keys).to(tl.float32) * factors, keys.dtype)
-                of_scores = tl.dot(tl.where(split, score_grads, 0.0), mixed, input_precision=PRECISION)
-                of_pairs = tl.dot(tl.where(split, pair_grads, 0.0), decayed_keys, input_precision=PRECISION)
-                terms += mixed.to(tl.float32) * of_scores
-                terms += decayed_keys.to(tl.float32) * of_pairs
-                of_scores *= factors
-                of_pairs *= factors
-                query_grads += to_later * of_scores
-                key_grads += to_later * of_pairs + (to_later - 1.0) * (of_scores + of_pairs)
-            store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
-    else:
-        row_grads = tl.dot(pair_grads, keys, row_grads, input_precision=PRECISION)
-        column_grads = tl.dot(tl.trans(score_grads), queries, column_grads, input_precision=PRECISION)
-        column_grads = tl.dot(tl.trans(pair_grads), keys, column_grads, input_precision=PRECISION)
-        terms += keys.to(tl.float32) * (row_grads - column_grads)
-        key_grads = row_grads + column_grads + self * queries.to(tl.float32)
-    if HEADS > 1:
-        key_grads += load_tile(dk, start, known, H // HEADS, K, first_key, C, BK)
-    store_tile(dk, key_grads, start, T, H // HEADS, K, first_key, C, BK)
-    if GATED:
-        later_tokens = rows[:, None] <= rows[None, :]
-        if DOCUMENTS:
-            # not past a restart: terms of the next document add up to 0 only within its rounding
-            later_tokens = later_tokens & same
-            boundary_term = tl.where((doc_ids_of == end)[:, None], boundary_term, 0.0)
-            previous = tl.load(doc_ids + start + rows - 1, mask=is_token & (start + rows > 0), other=0)
-            stays = doc_ids_of == previous
-        else:
-            stays = is_token
-        if BY_CHANNEL:
-            decay_grads = boundary_term + sum_tokens(later_tokens, terms, 2 if k.dtype.element_ty == tl.bfloat16 else 0)
-            dg += head_offset(batch_head, T, H, K)
-            store_tile(dg, tl.where(stays[:, None], decay_grads, 0.0), start, T, H, K, first_key, C, BK)
-        else:
-            decay_grads = tl.sum(tl.where(later_tokens, tl.sum(terms, axis=1)[None, :], 0.0), axis=1)
-            decay_grads += tl.sum(boundary_term, axis=1)
-            dg += tile.to(tl.int64) * B * T * H
-            tl.store(dg + by_head, tl.where(stays, decay_grads, 0.0), mask=is_token)
+@jit
+def later_tokens(doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """[C, C], the tokens that each one's dg is a sum over; [C], whether it goes on past the chunk; where dg is not 0.
+
+    Not past a restart: terms of the next document add up to 0 only within its rounding.
+    """
+    rows = tl.arange(0, C)
+    later = rows[:, None] <= rows[None, :]
+    stays = rows < T - start
+    goes_on = stays
+    if DOCUMENTS:
+        own, _, end = load_doc_ids(doc_ids, start, T, C)
+        later = later & (own[:, None] == own[None, :])
+        goes_on = own == end
+        stays = own == tl.load(doc_ids + start + rows - 1, mask=stays & (start + rows > 0), other=0)
+    return later, goes_on, stays
 
 
 @jit
 def grads_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
-    sums,  # see `load_decays`
+    sums,  # [B, H, T] fp32, of `decay_sums_kernel`
     beta,  # [B, T, H] fp32
     do,  # [B, T, H, V]
     doc_ids,  # [T] int32, read with DOCUMENTS
@@ -316,13 +118,12 @@ def grads_kernel(
     grads,  # [N, B, H, V, K]: dS after the chunks, transposed
     added,  # [B, T, H, V]: N
     dv,  # [B, T, H, V]
-    dq,  # [B, T, H, K], written
-    dk,  # [B, T, H, K], written
-    dg,  # [B, T, H, K] fp32, or [K / BK, B, T, H] fp32, sums over these channels; written with GATED
+    dq,  # [B, T, H / HEADS, K], written
+    dk,  # [B, T, H / HEADS, K], written
+    dg,  # [K / BK, B, T, H] fp32, sums over these channels; written with GATED
     dbeta,  # [B, T, H] fp32, written
     scale,
     T,
-    B,
     H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
@@ -331,49 +132,89 @@ def grads_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    HEADS: tl.constexpr,
     GATED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    ONE_LAYOUT: tl.constexpr,
-    MILD: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEADS: tl.constexpr,
 ):
-    """One program serves BK channels of the keys of some chunks of one head.
+    """One program serves BK channels of the keys of one chunk, of HEADS heads, which share them, one after the other.
 
-    MILD: a program for each chunk, with decays by channel for the mild ones only; else only for the others, a program
-    for CHUNKS, see `zeco_train.ops.gla.kernels.intra`.
+    dq and dk are transposed, [BK, C]: eight warps share a product of 128 rows.
     """
     key_tiles: tl.constexpr = (K + BK - 1) // BK
-    first_chunk = tl.program_id(0) // key_tiles * CHUNKS
+    chunk = tl.program_id(0) // key_tiles
     tile = tl.program_id(0) % key_tiles
-    batch_head = tl.program_id(1)
-    own_sums = sums + head_offset(batch_head, T, H, K)  # read with BY_CHANNEL only
-    if not BY_CHANNEL:
-        for number in range(HEADS):
-            if HEADS > 1:
-                tl.debug_barrier()  # all threads' stores of the head before
-            _chunk_grads(
-                first_chunk, tile, number, batch_head * HEADS + number, q, k, sums, beta, do, doc_ids, states, grads,
-                added, dv, dq, dk, dg, dbeta, scale, T, B, H, G, K, V, BH,
-                C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD, HEADS,
-            )  # fmt: skip
-    elif MILD:
-        chunk = first_chunk
-        if not BY_CHANNEL or are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
-            _chunk_grads(
-                chunk, tile, 0, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv,
-                dq, dk, dg, dbeta, scale, T, B, H, G, K, V, BH,
-                C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD, HEADS,
-            )  # fmt: skip
-    elif not are_mild(own_sums, first_chunk, T, H, K, C, CHUNKS, KEYS):
-        for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
-            chunk = first_chunk + step
-            if not are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
-                _chunk_grads(
-                    chunk, tile, 0, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv,
-                    dq, dk, dg, dbeta, scale, T, B, H, G, K, V, BH,
-                    C, BK, BV, BY_CHANNEL, GATED, DOCUMENTS, PRECISION, ONE_LAYOUT, MILD, HEADS,
-                )  # fmt: skip
+    first_key = tile * BK
+    start = chunk * C
+    of_group = key_head_offset(tl.program_id(1) * HEADS, T, H, G, K)
+    dq += head_offset(tl.program_id(1), T, H // HEADS, K)
+    dk += head_offset(tl.program_id(1), T, H // HEADS, K)
+    rows = tl.arange(0, C)
+    for number in tl.range(HEADS, disable_licm=True):
+        batch_head = tl.program_id(1) * HEADS + number
+        index = chunk.to(tl.int64) * BH + batch_head
+        of_head = head_offset(batch_head, T, H, V)
+        score_grads = tl.zeros([C, C], tl.float32)
+        pair_grads = tl.zeros([C, C], tl.float32)
+        query_grads = tl.zeros([BK, C], tl.float32)
+        row_grads = tl.zeros([BK, C], tl.float32)
+        column_grads = tl.zeros([BK, C], tl.float32)
+        boundary_term = tl.zeros([BV, BV], tl.float32)  # on its diagonal
+        for first_value in tl.range(0, V, BV, disable_licm=True):
+            new = load_tile(added + of_head, start, T, H, V, first_value, C, BV)
+            value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
+            output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
+            state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
+            grad = load_transposed(grads, index, K, V, first_key, first_value, BK, BV)
+            score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
+            pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
+            query_grads = tl.dot(tl.trans(state), tl.trans(output_grads), query_grads, input_precision=PRECISION)
+            row_grads = tl.dot(tl.trans(state), tl.trans(value_grads), row_grads, input_precision=PRECISION)
+            column_grads = tl.dot(tl.trans(grad), tl.trans(new), column_grads, input_precision=PRECISION)
+            if GATED:
+                boundary_term = tl.dot(state, tl.trans(grad), boundary_term, input_precision=PRECISION)
+        score_grads, self, pair_grads, visible = mask_pairs(
+            score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS,
+            k.dtype.element_ty,
+        )  # fmt: skip
+        self = self[None, :]
+        own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, False)
+        between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
+        score_grads = round_to_tokens(score_grads * between, k.dtype.element_ty, True)
+        pair_grads = round_to_tokens(pair_grads * between, k.dtype.element_ty, True)
+        from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
+        from_start, to_end = tl.trans(from_start), tl.trans(to_end)
+        keys = tl.trans(load_tile(k + of_group, start, T, G, K, first_key, C, BK))
+        queries = tl.trans(load_tile(q + of_group, start, T, G, K, first_key, C, BK))
+        query_grads *= from_start * scale
+        query_grads = tl.dot(keys, tl.trans(score_grads), query_grads, input_precision=PRECISION)
+        terms = tl.sum(queries.to(tl.float32) * query_grads, axis=0)
+        query_grads += self * keys.to(tl.float32)
+        if HEADS > 1:
+            # all threads' stores of the head before
+            tl.debug_barrier()
+            known = tl.where(number > 0, T, 0)
+            query_grads += tl.trans(load_tile(dq, start, known, H // HEADS, K, first_key, C, BK)).to(tl.float32)
+        store_tile(dq, tl.trans(query_grads), start, T, H // HEADS, K, first_key, C, BK)
+        row_grads *= -from_start
+        row_grads = tl.dot(keys, tl.trans(pair_grads), row_grads, input_precision=PRECISION)
+        column_grads *= to_end
+        leaving = tl.sum(keys.to(tl.float32) * column_grads)
+        if start < T:  # always: see `_split_product` of the scalar decays
+            column_grads = tl.dot(queries, score_grads, column_grads, input_precision=PRECISION)
+        column_grads = tl.dot(keys, pair_grads, column_grads, input_precision=PRECISION)
+        terms += tl.sum(keys.to(tl.float32) * (row_grads - column_grads), axis=0)
+        row_grads += column_grads + self * queries.to(tl.float32)
+        if HEADS > 1:
+            row_grads += tl.trans(load_tile(dk, start, known, H // HEADS, K, first_key, C, BK)).to(tl.float32)
+        store_tile(dk, tl.trans(row_grads), start, T, H // HEADS, K, first_key, C, BK)
+        if GATED:
+            later, goes_on, stays = later_tokens(doc_ids, start, T, C, DOCUMENTS)
+            values = tl.arange(0, BV)
+            # Σ S' ⊙ dS
+            boundary_term = tl.sum(tl.where(values[:, None] == values[None, :], boundary_term, 0.0))
+            boundary_term = boundary_term * tl.sum(survives) + leaving
+            decay_grads = tl.sum(tl.where(later, terms[None, :], 0.0), axis=1) + tl.where(goes_on, boundary_term, 0.0)
+            by_head = (tile * (BH // H)).to(tl.int64) * T * H + head_offset(batch_head, T, H, 1)
+            by_head += (start + rows).to(tl.int64) * H
+            tl.store(dg + by_head, tl.where(stays, decay_grads, 0.0), mask=rows < T - start)

@@ -1,7 +1,7 @@
 """Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
 
 Forward                                                        Backward
-  sums of g; scores P and systems F; by channel k̄, k̃, q̄          by channel k̄, k̃, q̄ again
+  sums of g; by channel k̄, k̃, q̄; scores P and systems F          by channel k̄, k̃, q̄ again
   states and transitions of segments → S_loc, M                  gradients of segments → D_loc
   | scan over ranks                                              | scan over ranks ‖ true states again
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg, dβ
@@ -30,8 +30,7 @@ from torch import Tensor
 from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.delta.kernels.channel_grads import channel_grads_kernel
 from zeco_train.ops.delta.kernels.grads import grads_kernel
-from zeco_train.ops.delta.kernels.head_grads import head_grads_kernel
-from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
+from zeco_train.ops.delta.kernels.systems import operands_kernel, systems_kernel
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, join_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS, NARROWEST
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
@@ -41,6 +40,8 @@ from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 
 # Largest K. A walk holds all K rows of its columns of the state, and as many of the tokens of a chunk.
 LARGEST_HEAD_DIM = 256
+# That share keys, and whose gradients one program sums.
+HEADS = 2
 
 _NARROW = TileOptions(32, 32, 4, 1)
 _SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
@@ -50,15 +51,16 @@ _SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
 class DeltaTuning:
     """Options of each kernel, by its name, and of the layout in time."""
 
-    channel_sums: TileOptions = TileOptions(64, 64, 4, 1)
     systems: TileOptions = TileOptions(128, 64, 4, 1)
+    # With decays by channel, of the forward pass, with their sums; and of the backward pass.
+    first_operands: TileOptions = TileOptions(64, 64, 8, 1, 128)
     operands: TileOptions = TileOptions(64, 64, 8, 1)
     # Of the walks: the segments', and all others; with decays by channel all.
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
-    grads: TileOptions = TileOptions(64, 64, 4, 2)
-    channel_grads: TileOptions = TileOptions(64, 64, 8, 3)
+    grads: TileOptions = TileOptions(128, 64, 8, 2)
+    channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
     join: TileOptions = TileOptions(32, 16, 8, 2)
     programs: int = 132  # of a walk, that saturate the chip, all at once
     joining: float = 2.0  # chunks that all walks together take as long for as for joining one more segment, estimated
@@ -164,38 +166,40 @@ class DeltaKernels:
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _by_token(self, width: int) -> Tensor:
-        return self._new(self.B, self.T, self.H, width, dtype=self.dtype)
+    def _by_token(self, width: int, heads: int | None = None) -> Tensor:
+        return self._new(self.B, self.T, heads or self.H, width, dtype=self.dtype)
 
-    def systems(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores P, with the scale, and systems F [N, B, H, C, C], in the dtype of the tokens; q [B, T, G, K]."""
-        scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
+    def operands(self, q: Tensor, pairs: Sequence[Tensor] | None = None, g: Tensor | None = None) -> WalkOperands:
+        """The operands of the walks: with the pairs of the forward pass, P and F, or room for them.
+
+        With g, [B, T, H, K], its sums are not read, but written.
+        """
+        scores, inverses = pairs or (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
+        if not self.by_channel:
+            return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
+        keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
+        survival = self._new(self.num_chunks, self.B, self.H, self.K)
+        options = self.tuning.operands if g is None else self.tuning.first_operands
+        BK, _ = self._tile(options)
+        # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
+        parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
+        operands_kernel[(self.num_chunks, self.BH)](
+            q, self.k, g, self.sums, self.doc_ids, keys, end_keys, queries, survival, self.scale,
+            self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts,
+            **options.launch,
+        )  # fmt: skip
+        return WalkOperands(keys, end_keys, queries, survival, inverses, scores)
+
+    def systems(self, q: Tensor, operands: WalkOperands) -> None:
+        """Write the scores P, with the scale, and systems F; q [B, T, G, K]."""
         options = self.tuning.systems
         BK, _ = self._tile(options)
         systems_kernel[(self.num_chunks, self.BH)](
-            q, self.k, self.sums, self.beta, self.doc_ids, scores, inverses, self.scale,
+            q, self.k, self.sums, self.beta, self.doc_ids, operands.scores, operands.inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
             KEYS=next_power_of_2(self.K), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
             **self.flags, **options.launch,
         )  # fmt: skip
-        return scores, inverses
-
-    def operands(self, q: Tensor, inverses: Tensor, scores: Tensor) -> WalkOperands:
-        """The operands of the walks."""
-        if not self.by_channel:
-            return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
-        g = getattr(self, "g", None)
-        parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
-        keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
-        survival = self._new(self.num_chunks, self.B, self.H, self.K)
-        options = NEW.get("front", self.tuning.operands) if g is not None else self.tuning.operands
-        BK, _ = self._tile(options)
-        operands_kernel[(self.num_chunks, self.BH)](
-            q, self.k, g, self.sums, self.doc_ids, keys, end_keys, queries, survival, self.scale, self.T, self.H, self.G,
-            self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts,
-            **options.launch,
-        )  # fmt: skip
-        return WalkOperands(keys, end_keys, queries, survival, inverses, scores)
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
         """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
@@ -285,99 +289,51 @@ class DeltaKernels:
         )  # fmt: skip
         return found
 
-    def _new_grads(self, q, do, states, grads, added, dv):
-        options = NEW["options"]
-        BK, BV = self._tile(options)
-        tiles = cdiv(self.K, BK)
-        heads = min(NEW.get("heads", 1), self.H // self.G)
-        sets = self.H // heads
-        dq, dk = (self._new(self.B, self.T, sets, self.K, dtype=self.dtype) for _ in range(2))
-        dbeta, dg = torch.empty_like(self.beta), None
-        if self.gated:
-            dg = self._new(tiles, self.B, self.T, self.H)
-        flags = {x: y for x, y in self.flags.items() if x != "BY_CHANNEL"}
-        head_grads_kernel[(self.num_chunks * tiles, self.B * sets)](
-            q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
-            self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, GATED=self.gated,
-            HEADS=heads, LOOPS=NEW["loops"], MEMORY=NEW.get("memory", True), **flags, **options.launch,
-        )
-        if dg is not None:
-            dg = dg[0] if tiles == 1 else dg.sum(0)
-        return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta
-
     def input_grads(
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dg (None unless gated) and dβ."""
-        if not self.by_channel and NEW.get("options") and NEW["loops"]:
-            return self._new_grads(q, do, states, grads, added, dv)
-        options = NEW.get("channel") or self.tuning.channel_grads if self.by_channel else NEW.get("options") or self.tuning.grads
+        options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
         BK, BV = self._tile(options)
         tiles = cdiv(self.K, BK)
-        heads = 1 if self.by_channel else min(NEW.get("heads", 1), self.H // self.G)
-        dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
+        heads = 1 if self.by_channel else math.gcd(self.H // self.G, HEADS)
+        dq, dk = (self._by_token(self.K, self.H // heads) for _ in range(2))
         dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
             dg = torch.empty_like(self.sums) if self.by_channel else self._new(tiles, self.B, self.T, self.H)
-        form = NEW.get("channel_form")
-        if self.by_channel and form:
-            options = NEW["channel_new"]
-            BK, BV = self._tile(options)
-            channel_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-                q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
-                self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV,
-                KEYS=next_power_of_2(self.K), LOOPS=form, PARTS=2 if self.dtype == torch.bfloat16 else 0,
-                **{x: y for x, y in self.flags.items() if x != "BY_CHANNEL"}, **options.launch,
-            )
-            options = self.tuning.channel_grads
-            BK, BV = self._tile(options)
-            tiles = cdiv(self.K, BK)
-        for mild, chunks in ((False, GROUP),) if self.by_channel and form else ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
-            grads_kernel[(cdiv(self.num_chunks, chunks) * tiles, self.BH // heads)](
-                q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
-                self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, GATED=self.gated,
-                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, HEADS=heads, KEYS=next_power_of_2(self.K),
-                **self.flags, **options.launch,
-            )  # fmt: skip
+        constants = {**self.flags, "BK": BK, "BV": BV, **options.launch}
+        by_channel = constants.pop("BY_CHANNEL")
+        operands = (
+            q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta, self.scale,
+            self.T, self.H, self.G, self.K, self.V, self.BH,
+        )  # fmt: skip
+        if by_channel:
+            constants["KEYS"] = next_power_of_2(self.K)
+            for mild, chunks in ((True, 1), (False, GROUP)):
+                grid = cdiv(self.num_chunks, chunks) * tiles, self.BH
+                channel_grads_kernel[grid](*operands, MILD=mild, CHUNKS=chunks, **constants)
+        else:
+            grid = self.num_chunks * tiles, self.BH // heads
+            grads_kernel[grid](*operands, HEADS=heads, GATED=self.gated, **constants)
         if dg is not None and not self.by_channel:
             dg = dg[0] if tiles == 1 else dg.sum(0)
         return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta
-
-
-NEW: dict = {}
-
-
-def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
-    """Sums of g inside chunks, fp32: [B, T, H, K] → the same shape, [B, T, H] → [B, H, T]; g contiguous."""
-    if g.dim() == 3:
-        return decay_sums(g, CHUNK)
-    B, T, H, K = g.shape
-    sums, options = torch.empty_like(g), tuning.channel_sums
-    if NEW.get("front"):
-        return sums
-    BK, _ = options.tile(K, K)
-    # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
-    parts = 0 if triton.knobs.runtime.interpret else 3
-    channel_sums_kernel[(cdiv(T, CHUNK), B * H)](g, sums, T, H, K, C=CHUNK, BK=BK, PARTS=parts, **options.launch)
-    return sums
 
 
 class _DeltaKernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, *g, beta = operands
         q, k, v, beta = (dense(x) for x in (q, k, v, beta))
-        tuning, self._gated = options_for(k), bool(g)
-        self._sums = decay_sums_of(dense(g[0]), tuning) if g else _no_decay(beta)
-        self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, tuning, gated=self._gated)
-        if NEW.get("front") and self._launcher.by_channel:
-            self._launcher.g = dense(g[0])
-            made = self._launcher.operands(q, None, None)
-            self._scores, self._inverses = self._launcher.systems(q)
-            from dataclasses import replace
-            self._operands = replace(made, inverses=self._inverses, scores=self._scores)
+        self._gated, of_channels = bool(g), None
+        if g and g[0].dim() == 4:
+            of_channels = dense(g[0])
+            self._sums = torch.empty_like(of_channels)
         else:
-            self._scores, self._inverses = self._launcher.systems(q)
-            self._operands = self._launcher.operands(q, self._inverses, self._scores)
+            self._sums = decay_sums(dense(g[0]), CHUNK) if g else _no_decay(beta)
+        where, gated = (self.doc_ids, self.scale), self._gated
+        self._launcher = DeltaKernels(k, v, self._sums, beta, *where, options_for(k), gated=gated)
+        self._operands = self._launcher.operands(q, g=of_channels)
+        self._launcher.systems(q, self._operands)
         self._states, self._transitions = self._launcher.summaries(self._operands)
         self.state = self._launcher.join(self._states, self._transitions)[-1]
 
@@ -392,7 +348,7 @@ class _DeltaKernelForward(ForwardBase):
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
         starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
-        kept = self._scores, self._inverses, starts, self._transitions
+        kept = self._operands.scores, self._operands.inverses, starts, self._transitions
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
         return self._launcher.outputs(self._operands, starts)
 
@@ -402,11 +358,11 @@ class _DeltaKernelBackward(BackwardBase):
         # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, self.do))
-        scores, inverses, self._starts, self._transitions = self.saved
+        *pairs, self._starts, self._transitions = self.saved
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
         where, gated = (self.doc_ids, self.scale), bool(sums)
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
-        self._operands = self._launcher.operands(self._q, inverses, scores)
+        self._operands = self._launcher.operands(self._q, pairs)
         self._local = self._launcher.local_grads(self._operands, self._do)
         self.state_grad = self._launcher.join(self._local, self._transitions, reverse=True)[0]
 

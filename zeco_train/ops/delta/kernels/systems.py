@@ -39,34 +39,12 @@ from zeco_train.ops.scalar_decay.kernels.decays import LEAST, key_head_offset
 
 
 @jit
-def channel_sums_kernel(
-    g,  # [B, T, H, K] fp32, log-decays
-    sums,  # [B, T, H, K] fp32, written: their sums inside chunks, each through the token itself
-    T,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """One program sums one chunk of one head. PARTS: see `sum_tokens`."""
-    start = tl.program_id(0) * C
-    batch_head = tl.program_id(1)
-    g += head_offset(batch_head, T, H, K)
-    sums += head_offset(batch_head, T, H, K)
-    rows = tl.arange(0, C)
-    for first_key in range(0, K, BK):
-        own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), LEAST)
-        store_tile(sums, sum_tokens(rows[:, None] >= rows[None, :], own, PARTS), start, T, H, K, first_key, C, BK)
-
-
-@jit
 def load_decays(
     sums, batch_head, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr, BY_CHANNEL: tl.constexpr
 ):
     """Log-decays from the chunk's start through each token, [C, BK] or C × 1, and through its last, [1, BK] or 1 × 1.
 
-    sums: [B, T, H, K], of `channel_sums_kernel`; or [B, H, T], of `decay_sums_kernel`.
+    sums: [B, T, H, K], of `operands_kernel`; or [B, H, T], of `decay_sums_kernel`.
     """
     if BY_CHANNEL:
         own = sums + head_offset(batch_head, T, H, K)

@@ -124,7 +124,8 @@ def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK:
 def are_mild(b, first_chunk, T, H, K, C: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr):
     """Whether in all of these chunks decays to and from the middle token are at least e^-`LARGEST_EXPONENT`.
 
-    KEYS: at least K. Sums of log-decays fall from token to token: the first and the last are farthest from the middle.
+    And that from the chunk's start to it e^-80, a factor of its own in delta rules. KEYS: at least K. Sums of
+    log-decays fall from token to token: the first and the last are farthest from the middle.
     """
     start = (first_chunk + tl.arange(0, CHUNKS)) * C
     columns = tl.arange(0, KEYS)
@@ -134,7 +135,8 @@ def are_mild(b, first_chunk, T, H, K, C: tl.constexpr, CHUNKS: tl.constexpr, KEY
     middle = tl.load(b + row.to(tl.int64)[:, None] * H * K + columns[None, :], mask=inside, other=0.0)
     row = tl.minimum(start + C, T) - 1
     last = tl.load(b + row.to(tl.int64)[:, None] * H * K + columns[None, :], mask=inside, other=0.0)
-    return tl.max(tl.maximum(tl.abs(first - middle), tl.abs(middle - last))) <= LARGEST_EXPONENT
+    distances = tl.maximum(tl.abs(first - middle), tl.abs(middle - last))
+    return tl.max(tl.maximum(distances, -middle - 20.0)) <= LARGEST_EXPONENT
 
 
 @jit
