@@ -139,10 +139,13 @@ def _mix(
     with torch.cuda.device_of(operands[0]), _without_autocast(operands[0]):
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
         passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
-        transition = local.transition if passed else local.state.new_zeros(chosen.transition_shape(operands))
+        like = operands[chosen.output]
+        transition = local.transition if passed else _unread(chosen.transition_shape(operands), like)
         if incoming_state is None:
             cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
-            request = ScanRequest(local.state, transition, False, carry_in, wanted, cuts)
+            sends = chosen.kind is not Kind.matrix or wanted or not exchange.is_last
+            state = local.state if sends else _unread(chosen.state_shape(operands), like)
+            request = ScanRequest(state, transition, False, carry_in, wanted, cuts)
             pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
             local.overlap()
             received = _whole(pending) if chosen.reads_whole else pending.wait()
@@ -166,6 +169,11 @@ def _mix(
 # gradients are 0 or unread, so the transition multiplies zeros in all of its uses.
 def _passes_through(exchange: Exchange, carry_in: Tensor | None, want_carry: bool) -> bool:
     return (carry_in is not None or not exchange.is_first) and (want_carry or not exchange.is_last)
+
+
+# In place of what is costly, and no rank reads.
+def _unread(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return like.new_zeros(shape, dtype=accumulation_dtype(like.dtype))
 
 
 # The state of the whole sequence, for outputs that read it: `finish` cannot wait until after them.
@@ -208,7 +216,9 @@ def _mix_backward(
         passes = _passes(chosen, operands, doc_ids)
         local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
-        request = ScanRequest(local.state_grad, adjoint(transition), True, dcarry_out, wanted, cuts)
+        sends = chosen.kind is not Kind.matrix or wanted or not exchange.is_first
+        grad = local.state_grad if sends else _unread(chosen.state_shape(operands), do)
+        request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, cuts)
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
         local.overlap()
         incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()

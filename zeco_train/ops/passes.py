@@ -20,9 +20,11 @@ from torch import Tensor
 class ForwardPass(Protocol):
     """One rank's forward pass."""
 
-    state: Tensor  # [B, H, K, V], S_loc: this rank's contribution to the state after its tokens
+    # With a matrix both are costly: they may be computed when first read, and are not read where no rank needs them.
+    @property
+    def state(self) -> Tensor:
+        """[B, H, K, V], S_loc: this rank's contribution to the state after its tokens."""
 
-    # A matrix is costly: it may be computed when first read, and is not read where no state passes through this rank.
     @property
     def transition(self) -> Tensor:
         """[B, H, K] or [B, H, K, K], how these tokens change an incoming state (`zeco_train.ops.seam`)."""
@@ -41,7 +43,9 @@ class ForwardPass(Protocol):
 class BackwardPass(Protocol):
     """One rank's backward pass."""
 
-    state_grad: Tensor  # [B, H, K, V], D_loc: gradient of the incoming state from this rank's outputs alone
+    @property
+    def state_grad(self) -> Tensor:
+        """[B, H, K, V], D_loc: gradient of the incoming state from this rank's outputs alone; see `ForwardPass`."""
 
     def overlap(self) -> None:
         """Recompute the states and compute the gradients inside chunks, which need no other rank."""

@@ -335,7 +335,10 @@ class _DeltaKernelForward(ForwardBase):
         self._operands = self._launcher.operands(q, g=of_channels)
         self._launcher.systems(q, self._operands)
         self._states, self._transitions = self._launcher.summaries(self._operands)
-        self.state = self._launcher.join(self._states, self._transitions)[-1]
+
+    @cached_property
+    def state(self) -> Tensor:
+        return self._launcher.join(self._states, self._transitions)[-1]
 
     @cached_property
     def transition(self) -> Tensor:
@@ -346,7 +349,7 @@ class _DeltaKernelForward(ForwardBase):
         return joined
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        check_state(incoming_state, "incoming_state", self.state.shape)
+        check_state(incoming_state, "incoming_state", self._states.shape[1:])
         starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
         kept = self._operands.scores, self._operands.inverses, starts, self._transitions
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
@@ -364,14 +367,17 @@ class _DeltaKernelBackward(BackwardBase):
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
         self._operands = self._launcher.operands(self._q, pairs)
         self._local = self._launcher.local_grads(self._operands, self._do)
-        self.state_grad = self._launcher.join(self._local, self._transitions, reverse=True)[0]
+
+    @cached_property
+    def state_grad(self) -> Tensor:
+        return self._launcher.join(self._local, self._transitions, reverse=True)[0]
 
     def overlap(self) -> None:
         # The true states again: they need no gradients of states.
         self._states, self._added = self._launcher.states(self._operands, self._starts)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        check_state(incoming_grad, "incoming_grad", self._local.shape[1:])
         ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
         grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
         dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, self._states, grads, self._added, dv)
