@@ -29,8 +29,28 @@ from zeco_train.ops.gla.kernels.tiles import (
     load_tile,
     split_pairs,
     store_tile,
-    sum_tokens,
 )
+
+
+@triton.jit
+def _add_product(x, y, total, T, PRECISION: tl.constexpr):
+    """`total` + `x` y in a loop of one step: else eight warps would each hold whole rows, as another product follows."""
+    for _ in range(tl.minimum(T, 1)):
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _sum_tokens(which, x, PARTS: tl.constexpr):
+    """`tiles.sum_tokens` in a loop, for the same reason."""
+    if PARTS == 0:
+        return tl.dot(which.to(tl.float32), x, input_precision="tf32x3")
+    total = tl.zeros([x.shape[0], x.shape[1]], tl.float32)
+    for _ in range(PARTS):
+        part = x.to(tl.bfloat16)
+        total = tl.dot(which.to(tl.bfloat16), part, total)
+        x -= part.to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -123,8 +143,8 @@ def plain_grads_kernel(
         sums = load_tile(b + of_keys, start, T, H, K, first_key, C, BK)
         pairs = tl.where(rows[:, None] >= rows[None, :], grads, 0.0).to(own_keys.dtype)
         leaving = own_keys.to(tl.float32) * key_grads
-        query_grads = tl.dot(pairs, own_keys, query_grads, input_precision=PRECISION)
-        key_grads = tl.dot(tl.trans(pairs), own_queries, key_grads, input_precision=PRECISION)
+        query_grads = _add_product(pairs, own_keys, query_grads, T, PRECISION)
+        key_grads = _add_product(tl.trans(pairs), own_queries, key_grads, T, PRECISION)
         # tokens before t are all less those from t on
         passing += tl.sum(leaving, axis=0)
         terms = own_queries.to(tl.float32) * query_grads - own_keys.to(tl.float32) * key_grads
@@ -135,7 +155,7 @@ def plain_grads_kernel(
         store_tile(dq + of_keys, query_grads * (decay(distances) * scale), start, T, H, K, first_key, C, BK)
         store_tile(dk + of_keys, key_grads * decay(-distances), start, T, H, K, first_key, C, BK)
         parts: tl.constexpr = 2 if v.dtype.element_ty == tl.bfloat16 else 0
-        decay_grads = passing[None, :] + sum_tokens(rows[:, None] <= rows[None, :], terms, parts)
+        decay_grads = passing[None, :] + _sum_tokens(rows[:, None] <= rows[None, :], terms, parts)
         store_tile(dg + of_keys, decay_grads, start, T, H, K, first_key, C, BK)
 
 
@@ -194,8 +214,8 @@ def _other_grads(
     if DOCUMENTS:
         # not past a restart: terms of the next document add up to 0 only within its rounding
         later = later & (own[:, None] == own[None, :])
-    decay_grads = passing[None, :] + sum_tokens(later, terms, parts)
-    decay_grads += sum_tokens(rows[:, None] > rows[None, :], leaving, parts)
+    decay_grads = passing[None, :] + _sum_tokens(later, terms, parts)
+    decay_grads += _sum_tokens(rows[:, None] > rows[None, :], leaving, parts)
     if DOCUMENTS:
         previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
         decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
