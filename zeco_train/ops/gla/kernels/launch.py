@@ -1,14 +1,14 @@
 """Gated linear attention on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32.
 
 Forward                                                        Backward
-  local states, by segments → S_loc, G_tot                       local state gradients, by segments → D_loc
-  | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ dq, part of dk
-  true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
+  decayed q and k; states of segments → S_loc, G_tot             gradients of segments → D_loc
+  | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ states at chunks
+  true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
 passed between segments or ranks are fp32. Saved for the backward pass are b, the sums of g inside chunks, in place of
-g, and in the dtype of the inputs the scores and the states at chunk boundaries: 64 and K·V/64 numbers per token and
-head. The kernels also run on a CPU under Triton's interpreter, in fp32.
+g; in the dtype of the inputs the decayed q and k, and the scores, 64 numbers per token and head; and the true states
+that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums.
 """
@@ -25,19 +25,13 @@ from torch import Tensor
 
 from zeco_train.ops.gla.kernels.grads import other_grads_kernel, plain_grads_kernel
 from zeco_train.ops.gla.kernels.intra import scores_kernel
-from zeco_train.ops.gla.kernels.states import (
-    correct_starts_kernel,
-    join_segments_kernel,
-    operands_kernel,
-    walk_kernel,
-)
+from zeco_train.ops.gla.kernels.states import correct_starts_kernel, join_segments_kernel, operands_kernel, walk_kernel
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
-
 # Largest K. A walk that computes outputs holds all K rows of its columns of the state.
-LARGEST_HEAD_DIM = 256
+LARGEST_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
@@ -46,16 +40,16 @@ class GlaTuning:
 
     Attributes:
         sums, walk, states: of the walks for the segments' sums, for o and dv, and for the states alone.
-        summed: see `grads._of_values`.
+        summed: see `grads._of_values`; only with one stage.
         programs: of a walk for o, at most, if there are segments: those that one wave has room for.
     """
 
-    operands: TileOptions = TileOptions(64, 64, 4, 1)
-    sums: TileOptions = TileOptions(128, 64, 4, 3)
-    scores: TileOptions = TileOptions(64, 64, 4, 1, 168)
+    operands: TileOptions = TileOptions(64, 64, 8, 1, 128)
+    sums: TileOptions = TileOptions(64, 64, 4, 3)
+    scores: TileOptions = TileOptions(64, 64, 8, 1)
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
-    states: TileOptions = TileOptions(128, 64, 4, 3)
-    plain_grads: TileOptions = TileOptions(64, 64, 4, 2)
+    states: TileOptions = TileOptions(64, 64, 4, 3)
+    plain_grads: TileOptions = TileOptions(64, 64, 8, 2, 128)
     other_grads: TileOptions = TileOptions(64, 64, 8, 1)
     join: TileOptions = TileOptions(64, 64, 4, 1)
     summed: bool = False
@@ -64,15 +58,19 @@ class GlaTuning:
 
 KEPT: dict[Key, GlaTuning] = {
     ((9, 0), torch.bfloat16, 64): GlaTuning(),
-    ((9, 0), torch.bfloat16, 128): GlaTuning(),
-    ((9, 0), torch.bfloat16, 256): GlaTuning(programs=132),
-    (None, torch.bfloat16, 256): GlaTuning(),
+    ((9, 0), torch.bfloat16, 128): GlaTuning(plain_grads=TileOptions(128, 64, 8, 2)),
+    ((9, 0), torch.bfloat16, 256): GlaTuning(
+        walk=TileOptions(LARGEST_HEAD_DIM, 64, 8, 2), plain_grads=TileOptions(128, 64, 8, 2), programs=132
+    ),
+    ((9, 0), torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 64, 8, 1), programs=132),
+    (None, torch.bfloat16, 128): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
+    (None, torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
-    ((9, 0), torch.float32, 256): GlaTuning(
+    ((9, 0), torch.float32, 512): GlaTuning(
         operands=TileOptions(32, 32, 4, 1),
         sums=TileOptions(32, 32, 4, 2),
         scores=TileOptions(32, 32, 4, 1),
-        walk=TileOptions(LARGEST_HEAD_DIM, 32, 4, 1),
+        walk=TileOptions(LARGEST_HEAD_DIM, 32, 8, 1),
         states=TileOptions(32, 32, 4, 2),
         plain_grads=TileOptions(32, 32, 4, 1),
         other_grads=TileOptions(32, 32, 4, 1),
@@ -327,7 +325,7 @@ class _GlaKernelForward(ForwardBase):
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         self._launcher.correct(self._segments, incoming_state, "incoming_state")
-        # Not g too: in fp32 it is as large as bf16 q and k together. True states at segments' starts serve in place of R.
+        # Not g too: in fp32 it is as large as bf16 q and k together. True states serve in place of R.
         self.saved = self._b, *self._operands, self._scores, self._segments.starts
         return self._launcher.outputs(self._operands, self._v, self._scores, self._segments)
 

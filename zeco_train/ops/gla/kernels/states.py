@@ -162,10 +162,9 @@ def walk_kernel(
     segment_index = (segment * BH + batch_head).to(tl.int64)
     own_total = totals + segment_index * K * V + (keys * V)[None, :] + values[:, None]
     log_decay = tl.zeros([BK], tl.float32)
-    if SUMS:
-        state = tl.zeros([BV, BK], tl.float32)
-    else:
-        state = tl.load(own_total, mask=inside, other=0.0)
+    state = tl.zeros([BV, BK], tl.float32)
+    if not SUMS:
+        state += tl.load(own_total, mask=inside, other=0.0)
 
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
