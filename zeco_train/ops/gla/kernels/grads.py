@@ -34,7 +34,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 
 @triton.jit
 def _add_product(x, y, total, T, PRECISION: tl.constexpr):
-    """`total` + `x` y, in a loop of one step: else eight warps would hold whole rows each, as another product follows."""
+    """`total` + `x` y, in a loop of one step: else eight warps hold whole rows each, as another product follows."""
     for _ in range(tl.minimum(T, 1)):
         total = tl.dot(x, y, total, input_precision=PRECISION)
     return total
