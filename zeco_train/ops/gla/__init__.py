@@ -42,7 +42,7 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, sc
     On CUDA one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
     """
     if STEP_KERNELS.serves(q, v, g):
-        from zeco_train.ops.gla.kernels.outputs import launch_step  # imports Triton
+        from zeco_train.ops.gla.kernels.states import launch_step  # imports Triton
 
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         # Triton launches on the current device.
