@@ -15,9 +15,9 @@ tokens, and where decays are strong they exceed dg itself.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.intra import decayed, join
 from zeco_train.ops.gla.kernels.states import CROSS
 from zeco_train.ops.gla.kernels.tiles import (
@@ -32,7 +32,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 )
 
 
-@triton.jit
+@jit
 def _add_product(x, y, total, T, PRECISION: tl.constexpr):
     """`total` + `x` y, in a loop of one step: else eight warps hold whole rows each, as another product follows."""
     for _ in range(tl.minimum(T, 1)):
@@ -40,7 +40,7 @@ def _add_product(x, y, total, T, PRECISION: tl.constexpr):
     return total
 
 
-@triton.jit
+@jit
 def _sum_tokens(which, x, PARTS: tl.constexpr):
     """`tiles.sum_tokens` in a loop, for the same reason."""
     if PARTS == 0:
@@ -53,7 +53,7 @@ def _sum_tokens(which, x, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit
+@jit
 def _load_states(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     """A [BV, BK] tile of number `index` in [.., V, K]."""
     keys = first_key + tl.arange(0, BK)
@@ -62,7 +62,7 @@ def _load_states(states, index, K, V, first_key, first_value, BK: tl.constexpr, 
     return tl.load(states + index * K * V + (values * K)[:, None] + keys[None, :], mask=inside, other=0.0)
 
 
-@triton.jit
+@jit
 def _of_values(
     v, do, states, state_grads, index, start, first_key, T, H, K, V, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, TURNED: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,7 +98,7 @@ def _of_values(
     return grads, turned, query_grads, key_grads, tl.sum(boundary, axis=0)
 
 
-@triton.jit
+@jit
 def plain_grads_kernel(
     queries,  # [B, T, H, K]: q*
     keys,  # [B, T, H, K]: k*
@@ -159,7 +159,7 @@ def plain_grads_kernel(
         store_tile(dg + of_keys, decay_grads, start, T, H, K, first_key, C, BK)
 
 
-@triton.jit
+@jit
 def _other_grads(
     q, k, v, b, do, doc_ids, factors, states, state_grads, dq, dk, dg, index, start, first_key, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -222,7 +222,7 @@ def _other_grads(
     store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
 
 
-@triton.jit
+@jit
 def other_grads_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]

@@ -26,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import (
     head_offset,
     load_doc_ids,
@@ -36,7 +37,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 )
 
 
-@triton.jit
+@jit
 def join(queries, keys):
     """bf16 queries and keys as upper and lower halves of 32 bits.
 
@@ -49,13 +50,13 @@ def join(queries, keys):
 
 if triton.knobs.runtime.interpret:
 
-    @triton.jit
+    @jit
     def _take(joined, is_query):
         """fp32 queries or keys of `join`, by row."""
         return tl.where(is_query[:, None], joined & 0xFFFF0000, joined << 16).to(tl.float32, bitcast=True)
 else:
 
-    @triton.jit
+    @jit
     def _take(joined, is_query):
         """fp32 queries or keys of `join`, by row: two bytes of it, above two of 0."""
         which = tl.where(is_query, 0x3244, 0x1044)[:, None].to(tl.uint32)
@@ -65,7 +66,7 @@ else:
         )
 
 
-@triton.jit
+@jit
 def decayed(
     b,
     sums,
@@ -91,7 +92,7 @@ def decayed(
     return is_query, factors, tokens
 
 
-@triton.jit
+@jit
 def scores_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]

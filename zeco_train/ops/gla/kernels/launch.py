@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from zeco_train.kernels import cdiv
 from zeco_train.ops.gla.kernels.grads import other_grads_kernel, plain_grads_kernel
 from zeco_train.ops.gla.kernels.intra import scores_kernel
 from zeco_train.ops.gla.kernels.states import correct_starts_kernel, join_segments_kernel, operands_kernel, walk_kernel
@@ -44,12 +44,12 @@ class GlaTuning:
         programs: of a walk for o, at most, if there are segments: those that one wave has room for.
     """
 
-    operands: TileOptions = TileOptions(64, 64, 8, 1, 128)
+    operands: TileOptions = TileOptions(64, 64, 4, 1)
     sums: TileOptions = TileOptions(64, 64, 4, 3)
-    scores: TileOptions = TileOptions(64, 64, 8, 1)
+    scores: TileOptions = TileOptions(64, 64, 4, 3)
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
     states: TileOptions = TileOptions(64, 64, 4, 3)
-    plain_grads: TileOptions = TileOptions(64, 64, 8, 2, 128)
+    plain_grads: TileOptions = TileOptions(64, 64, 4, 3)
     other_grads: TileOptions = TileOptions(64, 64, 8, 1)
     join: TileOptions = TileOptions(64, 64, 4, 1)
     summed: bool = False
@@ -57,11 +57,19 @@ class GlaTuning:
 
 
 KEPT: dict[Key, GlaTuning] = {
-    ((9, 0), torch.bfloat16, 64): GlaTuning(),
-    ((9, 0), torch.bfloat16, 128): GlaTuning(plain_grads=TileOptions(128, 64, 8, 2)),
-    ((9, 0), torch.bfloat16, 256): GlaTuning(
-        walk=TileOptions(LARGEST_HEAD_DIM, 64, 8, 2), plain_grads=TileOptions(128, 64, 8, 2), programs=132
+    ((9, 0), torch.bfloat16, 64): GlaTuning(
+        operands=TileOptions(32, 64, 4, 1, 128),
+        scores=TileOptions(64, 64, 4, 1, 168),
+        walk=TileOptions(LARGEST_HEAD_DIM, 128, 4, 2),
+        programs=256,
     ),
+    ((9, 0), torch.bfloat16, 128): GlaTuning(
+        sums=TileOptions(64, 128, 4, 3),
+        scores=TileOptions(128, 64, 4, 1),
+        walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 3),
+        programs=128,
+    ),
+    ((9, 0), torch.bfloat16, 256): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2), programs=128),
     ((9, 0), torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 64, 8, 1), programs=132),
     (None, torch.bfloat16, 128): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
     (None, torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
@@ -135,7 +143,7 @@ class SegmentKernels:
         self._join_tiles, self._join_options = self._state_tiles(BK, BV), {"BK": BK, "BV": BV, **join.launch}
 
     def _state_tiles(self, BK: int, BV: int) -> int:
-        return triton.cdiv(self.K, BK) * triton.cdiv(self.V, BV)
+        return cdiv(self.K, BK) * cdiv(self.V, BV)
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -188,11 +196,11 @@ class GlaKernels(SegmentKernels):
         super().__init__(k, v, doc_ids, scale, tuning.join)
         self.tuning = tuning
         self._documents, self._precision = ({name: self.flags[name]} for name in ("DOCUMENTS", "PRECISION"))
-        self.num_chunks = triton.cdiv(self.T, CHUNK)
+        self.num_chunks = cdiv(self.T, CHUNK)
         tiles = self._state_tiles(*tuning.walk.tile(self.K, self.V))
         segments = max(1, min(self.num_chunks, tuning.programs // (tiles * self.BH)))
-        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
-        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+        self.segment_chunks = cdiv(self.num_chunks, segments)
+        self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -297,13 +305,13 @@ class GlaKernels(SegmentKernels):
         found = states, state_grads, dq, dk, dg, self.scale, self.T, self.H, self.K, self.V, self.BH
         options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
-        plain_grads_kernel[(self.num_chunks * triton.cdiv(self.K, BK), self.BH)](
+        plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
             queries, keys, v, b, do, plain, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=self.tuning.summed,
             **self._precision, **options.launch,
         )  # fmt: skip
         options = self.tuning.other_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
-        other_grads_kernel[(triton.cdiv(self.num_chunks, GROUP) * triton.cdiv(self.K, BK), self.BH)](
+        other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
             q, k, v, b, do, self.doc_ids, plain, factors, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=self.tuning.summed,
             JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
         )  # fmt: skip

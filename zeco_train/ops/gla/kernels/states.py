@@ -18,10 +18,10 @@ And one token of the recurrence, whose time is that of reading and writing the s
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, jit, next_power_of_2
 from zeco_train.ops.gla.kernels.tiles import (
     LARGEST_EXPONENT,
     decay,
@@ -40,7 +40,7 @@ LEAVE: tl.constexpr = tl.constexpr(2)
 TOTAL: tl.constexpr = tl.constexpr(3)
 
 
-@triton.jit
+@jit
 def operands_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -119,7 +119,7 @@ def operands_kernel(
         tl.store(of_chunk + TOTAL * K, total, mask=inside)
 
 
-@triton.jit
+@jit
 def walk_kernel(
     entering,  # [B, T, H, K]: q*, or k* in reverse; read with OUTPUTS
     added,  # [B, T, H, K]: k*, or q* in reverse
@@ -200,7 +200,7 @@ def walk_kernel(
         tl.store(total_decays + segment_index * K + keys, log_decay, mask=leads)
 
 
-@triton.jit
+@jit
 def join_segments_kernel(
     totals,  # [J, B, H, K, V] fp32: states of the segments from a zero start; becomes those before each segment
     total_decays,  # [J, B, H, K] fp32: summed g of the segments
@@ -241,7 +241,7 @@ def join_segments_kernel(
     tl.store(log_decay + batch_head * K + keys, running_decay, mask=leads)
 
 
-@triton.jit
+@jit
 def correct_starts_kernel(
     starts,  # [J, B, H, K, V] fp32: states before each segment from a zero start of the rank; becomes the true ones
     before_decays,  # [J, B, H, K] fp32
@@ -273,7 +273,7 @@ _TILE = 4096
 _WARPS = 4
 
 
-@triton.jit
+@jit
 def step_kernel(
     q,  # [B, H, K]
     k,  # [B, H, K]
@@ -308,6 +308,6 @@ def step_kernel(
 def launch_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, o: Tensor, scale: float) -> None:
     """Launch on contiguous tensors: q, k, g [B, 1, H, K]; v, o [B, 1, H, V]; state [B, H, K, V], updated."""
     B, H, K, V = state.shape
-    BK = triton.next_power_of_2(K)
-    BV = min(triton.next_power_of_2(V), max(1, _TILE // BK))
-    step_kernel[(B * H, triton.cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=_WARPS)
+    BK = next_power_of_2(K)
+    BV = min(next_power_of_2(V), max(1, _TILE // BK))
+    step_kernel[(B * H, cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=_WARPS)

@@ -11,20 +11,20 @@ for several heads, and adds up dq and dk in their order. `states_kernel` of the 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
 
 
-@triton.jit
+@jit
 def _load_state(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
-@triton.jit
+@jit
 def _load_decays(
     decays, documents, batch_head, start, T, H,
     C: tl.constexpr, REVERSE: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -44,7 +44,7 @@ def _load_decays(
     return decay(tl.where(visible, exponents, float("-inf"))), from_state, from_grad
 
 
-@triton.jit
+@jit
 def chunks_kernel(
     queries,  # [B, T, G, D]: q, or k in reverse
     keys,  # [B, T, G, D]: k, or q in reverse
@@ -111,7 +111,7 @@ def chunks_kernel(
         store_tile(outputs + of_head, result, start, T, H, W, first_column, C, BW)
 
 
-@triton.jit
+@jit
 def _split_product(x, y, always, PRECISION: tl.constexpr):
     """Compute x · y, [M, N], by parts of it for eight warps.
 
@@ -125,7 +125,7 @@ def _split_product(x, y, always, PRECISION: tl.constexpr):
     return total
 
 
-@triton.jit
+@jit
 def grads_kernel(
     queries,  # [B, T, G, K]
     keys,  # [B, T, G, K]

@@ -23,9 +23,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segments
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
@@ -166,16 +166,16 @@ class ScalarDecayKernels(SegmentKernels):
         super().__init__(k, v, doc_ids, scale, tuning.join)
         self.decays, self.tuning, self.fixed = decays, tuning, fixed
         self.flags |= {"C": tuning.chunk, "FIXED": fixed}
-        self.num_chunks = triton.cdiv(self.T, tuning.chunk)
+        self.num_chunks = cdiv(self.T, tuning.chunk)
         # As many segments as fill the chip at once; a few programs more would take twice as long.
         if tuning.states is None:
-            columns = triton.cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
+            columns = cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
         else:
             columns = self._state_tiles(*self._tile(tuning.states, self.K, self.V))
         segments = max(1, tuning.programs // (columns * self.BH))
-        self.num_spans = triton.cdiv(self.num_chunks, tuning.span)
-        self.segment_chunks = triton.cdiv(self.num_spans, min(segments, self.num_spans)) * tuning.span
-        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+        self.num_spans = cdiv(self.num_chunks, tuning.span)
+        self.segment_chunks = cdiv(self.num_spans, min(segments, self.num_spans)) * tuning.span
+        self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
 
     def _tile(self, options: TileOptions, depth: int, width: int) -> tuple[int, int]:
         return options.tile(depth, width, NARROWEST[self.dtype])
@@ -266,7 +266,7 @@ class ScalarDecayKernels(SegmentKernels):
         grads, boundary_terms = self.true_states(q, do, starts, reverse=True, others=None if self.fixed else states)
         options = self.tuning.grads
         BK, BV = self._tile(options, self.K, self.V)
-        tiles = triton.cdiv(self.K, BK)
+        tiles = cdiv(self.K, BK)
         heads = self._heads(2 * self.num_chunks * tiles, self.H)  # of eight warps, one a multiprocessor
         dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
         dv = torch.empty_like(v) if tiles == 1 else self._chunks(self.tuning.value_grads, k, q, do, grads, reverse=True)
@@ -285,8 +285,8 @@ class ScalarDecayKernels(SegmentKernels):
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
         assert of_keys.boundary_terms is not None
         dg = self._new(self.B, self.T, self.H)
-        heads = min(_HEADS_OF_GRADS, triton.next_power_of_2(self.H))
-        decay_grads_kernel[(self.num_spans, self.B, triton.cdiv(self.H, heads))](
+        heads = min(_HEADS_OF_GRADS, next_power_of_2(self.H))
+        decay_grads_kernel[(self.num_spans, self.B, cdiv(self.H, heads))](
             of_queries.sums, of_keys.sums, of_keys.state_sums, of_keys.boundary_terms, self.decays, self.doc_ids, dg,
             self.T, self.H, self.BH, self.num_spans, C=self.tuning.chunk, SPAN=self.tuning.span,
             QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0],
@@ -296,7 +296,7 @@ class ScalarDecayKernels(SegmentKernels):
         return dg
 
     def _row_sums(self, options: TileOptions) -> Tensor:
-        return self._new(triton.cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
+        return self._new(cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
 
     def _walk(
         self,
@@ -315,7 +315,7 @@ class ScalarDecayKernels(SegmentKernels):
         (query_heads, depth), (value_heads, width) = queries.shape[2:], values.shape[2:]
         BD, BW = self._tile(options, depth, width)
         outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
-        walk_kernel[(triton.cdiv(width, BW), self.BH, self.num_segments)](
+        walk_kernel[(cdiv(width, BW), self.BH, self.num_segments)](
             queries, keys, values, extra, self.decays, self.doc_ids, starts, outputs, *(terms or (None,) * 4),
             self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH, self.num_chunks,
             self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span, TURNED=turned, REVERSE=reverse,
@@ -328,7 +328,7 @@ class ScalarDecayKernels(SegmentKernels):
     ) -> Tensor:
         """[B, T, H, V]."""
         BD, BW = self._tile(options, self.K, self.V)
-        blocks = triton.cdiv(self.V, BW) * self.num_chunks
+        blocks = cdiv(self.V, BW) * self.num_chunks
         heads = self._heads(blocks, _SHARING) if self.K <= BD else 1
         outputs = torch.empty_like(values)
         chunks_kernel[(blocks, self.BH // heads)](
@@ -349,8 +349,8 @@ def decay_sums(g: Tensor, chunk: int) -> Tensor:
     """[B, H, T] fp32: sums of g [B, T, H], contiguous, inside chunks."""
     B, T, H = g.shape
     sums = torch.empty((B, H, T), dtype=torch.float32, device=g.device)
-    heads = min(_HEADS_OF_SUMS, triton.next_power_of_2(H))
-    decay_sums_kernel[(triton.cdiv(T, chunk), B, triton.cdiv(H, heads))](g, sums, T, H, C=chunk, HEADS=heads)
+    heads = min(_HEADS_OF_SUMS, next_power_of_2(H))
+    decay_sums_kernel[(cdiv(T, chunk), B, cdiv(H, heads))](g, sums, T, H, C=chunk, HEADS=heads)
     return sums
 
 

@@ -31,21 +31,21 @@ or from the true one to write it at all boundaries of chunks, for `zeco_train.op
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
 
 
-@triton.jit
+@jit
 def _store_if(where, states, index, state, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     if where:
         pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
         tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _store_boundary_term(
     where, target, states, index, grad, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr
 ):
@@ -55,7 +55,7 @@ def _store_boundary_term(
         tl.store(target, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
 
 
-@triton.jit
+@jit
 def states_kernel(
     keys,  # [B, T, G, K]: k, or q in reverse
     values,  # [B, T, H, V]: v, or do in reverse
@@ -145,7 +145,7 @@ def states_kernel(
         tl.store(pointers, tl.zeros([BK], tl.float32) + log_decay, mask=leads)
 
 
-@triton.jit
+@jit
 def walk_kernel(
     queries,  # [B, T, QUERY_HEADS, D]: x
     keys,  # [B, T, QUERY_HEADS, D]: w
