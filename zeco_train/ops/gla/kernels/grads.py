@@ -105,7 +105,7 @@ def plain_grads_kernel(
     v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     do,  # [B, T, H, V]
-    plain,  # [N, B, H] int32
+    plain,  # [N, B, H] int32, see `operands_kernel`
     states,  # [N, B, H, V, K]: X
     state_grads,  # [N, B, H, V, K]: X'
     dq,  # [B, T, H, K], written
@@ -133,7 +133,8 @@ def plain_grads_kernel(
     rows = tl.arange(0, C)
     of_keys = head_offset(batch_head, T, H, K)
     of_values = head_offset(batch_head, T, H, V)
-    if tl.load(plain + index) != 0:
+    kind = tl.load(plain + index)
+    if kind != 0:
         grads, _, query_grads, key_grads, passing = _of_values(
             v + of_values, do + of_values, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, False,
             SUMMED, PRECISION,
@@ -156,6 +157,7 @@ def plain_grads_kernel(
         store_tile(dk + of_keys, key_grads * decay(-distances), start, T, H, K, first_key, C, BK)
         parts: tl.constexpr = 2 if v.dtype.element_ty == tl.bfloat16 else 0
         decay_grads = passing[None, :] + _sum_tokens(rows[:, None] <= rows[None, :], terms, parts)
+        decay_grads = tl.where((rows[:, None] == 0) & (kind == 2), 0.0, decay_grads)
         store_tile(dg + of_keys, decay_grads, start, T, H, K, first_key, C, BK)
 
 

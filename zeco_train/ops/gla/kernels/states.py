@@ -50,7 +50,7 @@ def operands_kernel(
     queries,  # [B, T, H, K], written: q*
     keys,  # [B, T, H, K], written: k*
     factors,  # [N, B, H, 4, K] fp32, written
-    plain,  # [N, B, H] int32, written
+    plain,  # [N, B, H] int32, written: 1 if it is, 2 if it is and a document starts with it
     scale,
     T,
     H,
@@ -62,9 +62,10 @@ def operands_kernel(
 ):
     """One program computes the operands of one chunk of one head.
 
-    A chunk is plain if no document starts in it and no channel decays by more than e^-60 over either half. Its
-    operands are relative to its middle, m, so that they also give its scores, A = q* k*ᵀ: q* = scale · q ⊙ exp(b − m),
-    k* = k ⊙ exp(m − b). Those of others are decayed to the chunk's borders, and 0 if a document starts between.
+    A chunk is plain if no document starts in it, but with its first token, and no channel decays by more than e^-60
+    over either half. Its operands are relative to its middle, m, so that they also give its scores, A = q* k*ᵀ: q* =
+    scale · q ⊙ exp(b − m), k* = k ⊙ exp(m − b). Those of others are decayed to the chunk's borders, and 0 if a document
+    starts between.
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
@@ -86,8 +87,10 @@ def operands_kernel(
     is_plain = worst >= -LARGEST_EXPONENT
     if DOCUMENTS:
         ids, before, end = load_doc_ids(doc_ids, start, T, C)
-        is_plain = is_plain & (before == end)
-    tl.store(plain + index, is_plain.to(tl.int32))
+        is_plain = is_plain & (tl.load(doc_ids + start) == end)
+        tl.store(plain + index, tl.where(is_plain, tl.where(before == end, 1, 2), 0))
+    else:
+        tl.store(plain + index, is_plain.to(tl.int32))
 
     for first_key in range(0, K, BK):
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
@@ -102,10 +105,13 @@ def operands_kernel(
         from_key = tl.where(is_plain, middle, total)[None, :] - sums
         seen = decay(to_query)
         left = decay(from_key)
+        enter = tl.where(is_plain, decay(middle), 1.0)
         cross = tl.where(is_plain, 1.0, decay(total))
+        leave = tl.where(is_plain, decay(total - middle), 1.0)
         if DOCUMENTS:
-            seen = tl.where((ids == before)[:, None], seen, 0.0)
+            seen = tl.where((ids == tl.where(is_plain, end, before))[:, None], seen, 0.0)
             left = tl.where((ids == end)[:, None], left, 0.0)
+            enter = tl.where(is_plain & (before != end), 0.0, enter)
             cross = tl.where(before == end, cross, 0.0)
             total = tl.where(before == end, total, float("-inf"))
         store_tile(queries, own_queries * seen, start, T, H, K, first_key, C, BK)
@@ -113,9 +119,9 @@ def operands_kernel(
         columns = first_key + tl.arange(0, BK)
         inside = columns < K
         of_chunk = factors + index * 4 * K + columns
-        tl.store(of_chunk + ENTER * K, tl.where(is_plain, decay(middle), 1.0), mask=inside)
+        tl.store(of_chunk + ENTER * K, enter, mask=inside)
         tl.store(of_chunk + CROSS * K, cross, mask=inside)
-        tl.store(of_chunk + LEAVE * K, tl.where(is_plain, decay(total - middle), 1.0), mask=inside)
+        tl.store(of_chunk + LEAVE * K, leave, mask=inside)
         tl.store(of_chunk + TOTAL * K, total, mask=inside)
 
 
