@@ -43,7 +43,7 @@ BORDERS = (0, 40, 64, 65, 100)
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
     "gla, one token": KernelCase("gla", 1),
-    "gla, segments and documents": KernelCase("gla", 130, (1, 2, 2, 5, 7), 3.3, (0, 70), changes=FEW),
+    "gla, segments and documents": KernelCase("gla", 130, (1, 2, 2, 5, 7), 3.3, (0, 70, 128), changes=FEW),
     "gla, odd sizes": KernelCase("gla", 150, (2, 2, 2, 5, 7), 1.0, changes=FEW),
     "gla, tiles of K and V": KernelCase("gla", 200, (1, 1, 1, 40, 48), changes=FEW),
     "gla, strong decays": KernelCase("gla", 130, rate=50.0),
@@ -121,7 +121,7 @@ SMALL = {
     "conv, a token less than the state": KernelCase("short_conv", 2, (1, 4, 5), documents=(0, 1)),
     "conv, as long as the state": KernelCase("short_conv", 3, (2, 4, 5)),
 }
-# Three chunks, of which the first two are a segment; both kinds of chunks; a border inside of one; groups; batches.
+# Three chunks, of which the first two are a segment; both kinds of chunks; borders of documents; groups; batches.
 QUICK = {
     "decays": ["gla, segments and documents", "scalar, two groups", "fixed", "scalar, by chunks"],
     "delta rules": ["kda, documents", "gated, groups, batches"],

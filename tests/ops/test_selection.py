@@ -47,8 +47,10 @@ CASES = [
 # Convolutions have neither heads nor decays.
 OF_WIDE = [(64, 64, BF16, FP64, False), (64, 64, FP32, BF16, False)]
 WIDE_HEADS = [(256, 512, BF16, FP32), (257, 64, FP32, FP32), (64, 513, BF16, FP32)]
+SERVED = [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)]
 TABLE = {
-    **{name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)] for name in ("gla", "hgrn")},
+    "hgrn": SERVED,
+    "gla": [*SERVED, (512, 1088, BF16, FP32, True), (513, 64, BF16, FP32, False)],
     "short_conv": CASES,
     "unmasked": [(*case[:4], False) for case in CASES],
     **{name: [*CASES, *OF_WIDE, *((*case, case[:2] == (256, 512)) for case in WIDE_HEADS)] for name in LIMITED},

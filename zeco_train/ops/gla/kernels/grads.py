@@ -69,8 +69,8 @@ def _of_values(
 ):  # fmt: skip
     """[C, C] do vᵀ, and with TURNED its transpose; [C, BK] do X, v X'; [BK] Σ_V X ⊙ X'.
 
-    SUMMED: the last in registers; else as the diagonal of a product: a tile that a pipelined loop has in registers,
-    too, would be overwritten (lab/campaigns/buffers.py).
+    SUMMED: the last in registers; else, in a pipelined loop, as the diagonal of a product: there a tile of a product
+    that registers hold, too, would be overwritten (lab/campaigns/buffers.py).
     """
     grads = tl.zeros([C, C], tl.float32)
     turned = tl.zeros([C, C], tl.float32)

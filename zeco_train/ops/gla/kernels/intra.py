@@ -17,8 +17,8 @@ is masked, but each factor is computed once, and tensor cores are not the bottle
 
 Where no channel decays by more than e^-60 between the chunk's middle token and either end, that token is r for all
 pairs. Some factors then exceed 1. Rounding is relative, and in the pairs that are kept a large factor meets a small
-one, so the error is the same. One product takes the place of six, and two exponentials that of six. Such chunks are
-called mild; with GLA's initial gates all are (docs/benchmarks.md).
+one, so the error is the same. One product takes the place of six, and two exponentials that of six. Such chunks, if no
+document starts inside, are called plain (`states`); with GLA's initial gates all are.
 """
 
 from __future__ import annotations

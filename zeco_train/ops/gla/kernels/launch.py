@@ -40,7 +40,6 @@ class GlaTuning:
 
     Attributes:
         sums, walk, states: of the walks for the segments' sums, for o and dv, and for the states alone.
-        summed: see `grads._of_values`; only with one stage.
         programs: of a walk for o, at most, if there are segments: those that one wave has room for.
     """
 
@@ -52,7 +51,6 @@ class GlaTuning:
     plain_grads: TileOptions = TileOptions(64, 64, 4, 3)
     other_grads: TileOptions = TileOptions(64, 64, 8, 1)
     join: TileOptions = TileOptions(64, 64, 4, 1)
-    summed: bool = False
     programs: int = 264
 
 
@@ -72,7 +70,8 @@ KEPT: dict[Key, GlaTuning] = {
     ((9, 0), torch.bfloat16, 256): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2), programs=128),
     ((9, 0), torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 64, 8, 1), programs=132),
     (None, torch.bfloat16, 128): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
-    (None, torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
+    (None, torch.bfloat16, 256): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
+    (None, torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 16, 8, 1)),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
     ((9, 0), torch.float32, 512): GlaTuning(
         operands=TileOptions(32, 32, 4, 1),
@@ -92,13 +91,12 @@ CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
 MOST_HEADS = 65_535
 # Tiles of the gradient kernels, and of `scores_kernel` along K, have a verified minimum width; columns beyond K are
-# zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients (K 32) or illegal
-# memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined, and
-# input_grads_kernel was not tried with them.
+# zeros. In bf16, tiles of 32 keys made Triton 3.6 compile other_grads_kernel's products to wrong gradients (K 32) or
+# illegal memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
-# Chunks of a program for those that are not mild; without any, it ends after one check.
+# Chunks of a program for those that are not plain; without any, it ends after their checks.
 GROUP = 4
 
 
@@ -306,14 +304,14 @@ class GlaKernels(SegmentKernels):
         options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            queries, keys, v, b, do, plain, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=self.tuning.summed,
+            queries, keys, v, b, do, plain, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
             **self._precision, **options.launch,
         )  # fmt: skip
         options = self.tuning.other_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
-            q, k, v, b, do, self.doc_ids, plain, factors, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=self.tuning.summed,
-            JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
+            q, k, v, b, do, self.doc_ids, plain, factors, *found, C=CHUNK, BK=BK, BV=BV,
+            SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
         )  # fmt: skip
         return dq, dk, dg
 
