@@ -91,8 +91,8 @@ CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
 MOST_HEADS = 65_535
 # Tiles of the gradient kernels, and of `scores_kernel` along K, have a verified minimum width; columns beyond K are
-# zeros. In bf16, tiles of 32 keys made Triton 3.6 compile other_grads_kernel's products to wrong gradients (K 32) or
-# illegal memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined.
+# zeros. In bf16, tiles of 32 keys made Triton 3.6 compile the products of an earlier gradient kernel to wrong gradients
+# (K 32) or illegal memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
