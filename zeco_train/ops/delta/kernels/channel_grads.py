@@ -33,37 +33,10 @@ from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 @jit
 def _chunk_grads(
-    chunk,
-    tile,
-    batch_head,
-    q,
-    k,
-    sums,
-    beta,
-    do,
-    doc_ids,
-    states,
-    grads,
-    added,
-    dv,
-    dq,
-    dk,
-    dg,
-    dbeta,
-    scale,
-    T,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BH,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MILD: tl.constexpr,
-):
+    chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta, scale, T,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, MILD: tl.constexpr,
+):  # fmt: skip
     """The gradients of BK channels of the keys of one chunk of one head, see `channel_grads_kernel`."""
     first_key = tile * BK
     start = chunk * C
