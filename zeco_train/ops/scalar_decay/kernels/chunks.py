@@ -179,6 +179,7 @@ def grads_kernel(
     inverse = tl.where(scale == 0.0, 0.0, 1.0 / scale)
     query_grad = tl.zeros([BK, C], tl.float32)
     key_grad = tl.zeros([BK, C], tl.float32)
+    of_heads = tl.zeros([C, C], tl.float32)
     for number in tl.range(HEADS, disable_licm=True):
         batch_head = first_head + number
         of_head = head_offset(batch_head, T, H, V)
@@ -222,8 +223,9 @@ def grads_kernel(
             place = (tile * BH + batch_head).to(tl.int64) * T + start + rows
             tl.store(pair_sums + place, of_pairs, mask=rows < T - start)
             tl.store(state_sums + place, of_state * from_grad, mask=rows < T - start)
-        pairs = pairs.to(query.dtype)
-        query_grad = tl.dot(tl.trans(key), tl.trans(pairs), query_grad, input_precision=PRECISION)
-        key_grad = tl.dot(tl.trans(query), pairs, key_grad, input_precision=PRECISION)
+        of_heads += pairs
+    of_heads = of_heads.to(query.dtype)
+    query_grad = tl.dot(tl.trans(key), tl.trans(of_heads), query_grad, input_precision=PRECISION)
+    key_grad = tl.dot(tl.trans(query), of_heads, key_grad, input_precision=PRECISION)
     store_tile(dq, tl.trans(query_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
     store_tile(dk, tl.trans(key_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
