@@ -53,6 +53,7 @@ class ScalarDecayTuning:
         programs: number of programs that saturates the chip, all at once.
         states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
             at once; None: walks compute outputs and gradients, each with states of its own.
+        every: chunks between two of these states, 1 or 2; a divisor of `span`.
         walks_forward: outputs are computed by walks all the same.
     """
 
@@ -67,6 +68,7 @@ class ScalarDecayTuning:
     span: int = 4
     programs: int = 264
     states: TileOptions | None = None
+    every: int = 1
     walks_forward: bool = False
 
 
@@ -192,12 +194,13 @@ class ScalarDecayKernels(SegmentKernels):
     ) -> tuple[Tensor, Tensor | None]:
         """By chunks, of the true states that segments start from, those at all boundaries, in reverse their gradients.
 
-        [N + 1, B, H, K, V] in the dtype of the tokens; with `others`, the states, also [tiles, N / span, B, H] fp32,
+        [N / every + 1, B, H, K, V] in the dtype of the tokens; with `others`, the states, also [tiles, N / span, B, H] fp32,
         <S, dS>.
         """
         options = self.tuning.states
         assert options is not None
-        terms, states = None, self._new(self.num_chunks + 1, *starts.shape[1:], dtype=self.dtype)
+        boundaries = triton.cdiv(self.num_chunks, self.tuning.every) + 1
+        terms, states = None, self._new(boundaries, *starts.shape[1:], dtype=self.dtype)
         if others is not None:
             tiles = self._state_tiles(*self._tile(options, self.K, self.V))
             terms = self._new(tiles, self.num_spans, self.B, self.H)
@@ -221,8 +224,8 @@ class ScalarDecayKernels(SegmentKernels):
         states_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
             keys, values, self.decays, self.doc_ids, starts, segment_decays, states, others, terms, self.scale,
             self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, SPAN=self.tuning.span, REVERSE=reverse, BOUNDARIES=states is not None,
-            TERMS=terms is not None, **self.flags, **options.launch,
+            BK=BK, BV=BV, SPAN=self.tuning.span, EVERY=self.tuning.every, REVERSE=reverse,
+            BOUNDARIES=states is not None, TERMS=terms is not None, **self.flags, **options.launch,
         )  # fmt: skip
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
@@ -273,8 +276,8 @@ class ScalarDecayKernels(SegmentKernels):
         of_pairs, of_state = (None if self.fixed else self._new(tiles, self.B, self.H, self.T) for _ in range(2))
         grads_kernel[(self.num_chunks * tiles, self.BH // heads)](
             q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, of_pairs, of_state, self.scale, self.T,
-            self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, HEADS=heads, TERMS=not self.fixed, **self.flags,
-            **options.launch,
+            self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, HEADS=heads, TERMS=not self.fixed,
+            EVERY=self.tuning.every, **self.flags, **options.launch,
         )  # fmt: skip
         dq, dk = sum_heads(dq, self.G), sum_heads(dk, self.G)
         if of_pairs is None or of_state is None:
@@ -333,8 +336,8 @@ class ScalarDecayKernels(SegmentKernels):
         outputs = torch.empty_like(values)
         chunks_kernel[(blocks, self.BH // heads)](
             queries, keys, values, self.decays, self.doc_ids, states, outputs, self.scale, self.T, self.H, self.G,
-            self.K, self.V, self.BH, BD=BD, BW=BW, HEADS=heads, REVERSE=reverse, **self.flags,
-            **options.launch,
+            self.K, self.V, self.BH, BD=BD, BW=BW, HEADS=heads, REVERSE=reverse, EVERY=self.tuning.every,
+            **self.flags, **options.launch,
         )  # fmt: skip
         return outputs
 
