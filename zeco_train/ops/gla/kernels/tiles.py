@@ -207,3 +207,14 @@ def load_corrected(
     keys = first_key + tl.arange(0, BK)
     survives = decay(tl.load(log_decays + index.to(tl.int64) * K + keys, mask=keys < K, other=0.0))
     return local + survives[:, None] * before
+
+
+@triton.jit
+def resize_kernel(x, y, count, WIDTH: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy rows of WIDTH numbers to rows of NEW, cut or filled with zeros, `count` numbers in all; BLOCK a program."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    place = (first % NEW).to(tl.int32) + tl.arange(0, BLOCK)
+    row, column = place // NEW, place % NEW
+    inside = tl.arange(0, BLOCK) < count - first
+    values = tl.load(x + first // NEW * WIDTH + row * WIDTH + column, mask=inside & (column < WIDTH), other=0.0)
+    tl.store(y + first + tl.arange(0, BLOCK), values, mask=inside)

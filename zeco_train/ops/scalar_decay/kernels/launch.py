@@ -30,7 +30,7 @@ from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segment
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
-from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, grads_kernel
+from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, grads_kernel, key_tiles_kernel
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
@@ -53,6 +53,7 @@ class ScalarDecayTuning:
         programs: number of programs that saturates the chip, all at once.
         states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
             at once; None: walks compute outputs and gradients, each with states of its own.
+        key_tiles: of the kernel in place of `grads` where decays are fixed and its tile holds all values.
         every: chunks between two of these states, 1 or 2; a divisor of `span`.
         walks_forward: outputs are computed by walks all the same.
     """
@@ -68,6 +69,7 @@ class ScalarDecayTuning:
     span: int = 4
     programs: int = 264
     states: TileOptions | None = None
+    key_tiles: TileOptions | None = None
     every: int = 1
     walks_forward: bool = False
 
@@ -267,6 +269,9 @@ class ScalarDecayKernels(SegmentKernels):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """By chunks: dq, dk, dv and, unless decays are fixed, dg, of the `true_states` and the gradients' `starts`."""
         grads, boundary_terms = self.true_states(q, do, starts, reverse=True, others=None if self.fixed else states)
+        options = self.tuning.key_tiles
+        if options is not None and self.fixed and self.V <= options.values:
+            return self._grads_by_keys(options, q, k, v, do, states, grads)
         options = self.tuning.grads
         BK, BV = self._tile(options, self.K, self.V)
         tiles = triton.cdiv(self.K, BK)
@@ -284,6 +289,18 @@ class ScalarDecayKernels(SegmentKernels):
             return dq, dk, dv, None
         terms = DecayTerms(None, of_pairs), DecayTerms(None, of_state, of_state, boundary_terms)
         return dq, dk, dv, self._decay_grads(*terms)
+
+    def _grads_by_keys(
+        self, options: TileOptions, q: Tensor, k: Tensor, v: Tensor, do: Tensor, states: Tensor, grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        BK, BV = options.tile(self.K, self.V)
+        dq, dk = (self._new(self.B, self.T, self.H, self.K, dtype=self.dtype) for _ in range(2))
+        dv = torch.empty_like(v)
+        key_tiles_kernel[(self.num_chunks, self.BH)](
+            q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, self.scale, self.T, self.H, self.G,
+            self.K, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
+        )  # fmt: skip
+        return sum_heads(dq, self.G), sum_heads(dk, self.G), dv, None
 
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
         assert of_keys.boundary_terms is not None
