@@ -264,8 +264,11 @@ def grads_kernel(
                 moved = tl.where(is_later, state, state_grad).to(tl.float32) * total + added
                 moved = moved.to(state.dtype)
                 state, state_grad = tl.where(is_later, moved, state), tl.where(is_later, state_grad, moved)
-            pairs = _split_product(grad, tl.trans(value), start < T, PRECISION) * factors
-            of_heads += pairs
+            if HEADS == 1 and not TERMS:
+                of_heads = tl.dot(grad, tl.trans(value), of_heads, input_precision=PRECISION)
+            else:
+                pairs = _split_product(grad, tl.trans(value), start < T, PRECISION) * factors
+                of_heads += pairs
             if TERMS:
                 both = pairs * products
                 of_pairs += tl.sum(both, axis=1) - tl.sum(both, axis=0)
@@ -290,6 +293,10 @@ def grads_kernel(
             place = (tile * BH + batch_head).to(tl.int64) * T + start + rows
             tl.store(pair_sums + place, of_pairs, mask=rows < T - start)
             tl.store(state_sums + place, of_state * from_grad, mask=rows < T - start)
+    if HEADS == 1 and not TERMS:
+        # Loaded once more: the decays of a single head would not fit into registers during the loop.
+        factors, _, _ = _load_decays(decays, documents, first_head, start, T, H, C, False, FIXED, DOCUMENTS)
+        of_heads *= factors
     of_heads = of_heads.to(query.dtype)
     query_grad = tl.dot(tl.trans(key), tl.trans(of_heads), query_grad, input_precision=PRECISION)
     key_grad = tl.dot(tl.trans(query), of_heads, key_grad, input_precision=PRECISION)
