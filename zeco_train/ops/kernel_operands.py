@@ -110,6 +110,8 @@ class _PaddedBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        if isinstance(self._inner, BackwardBase):
+            self._inner.unpadded = self._operands[0].shape[-1]
         grads = self._inner.operand_grads(_pad_state(incoming_grad))
         return tuple(
             grad if grad.shape == x.shape else _resized(grad, x.shape[-1])

@@ -314,14 +314,15 @@ def key_tiles_kernel(
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks
     state_grads,  # [N + 1, B, H, K, V]: their gradients
-    dq,  # [B, T, H, K], written, as are all that follow
-    dk,  # [B, T, H, K]
+    dq,  # [B, T, H, WIDTH], written, as are all that follow: the first WIDTH columns
+    dk,  # [B, T, H, WIDTH]
     dv,  # [B, T, H, V]
     scale,
     T,
     H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,
     V: tl.constexpr,
     BH,
     C: tl.constexpr,
@@ -336,8 +337,8 @@ def key_tiles_kernel(
     start = chunk * C
     documents = _load_documents(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
     of_group, of_head = key_head_offset(batch_head, T, H, G, K), head_offset(batch_head, T, H, V)
-    dq += head_offset(batch_head, T, H, K)
-    dk += head_offset(batch_head, T, H, K)
+    dq += head_offset(batch_head, T, H, WIDTH)
+    dk += head_offset(batch_head, T, H, WIDTH)
     index = chunk.to(tl.int64) * BH + batch_head
     value = load_tile(values + of_head, start, T, H, V, 0, C, BV)
     grad = load_tile(output_grads + of_head, start, T, H, V, 0, C, BV)
@@ -359,10 +360,10 @@ def key_tiles_kernel(
         carried = tl.dot(key, state_grad, carried, input_precision=PRECISION)
         query_grad = tl.dot(before, tl.trans(state), input_precision=PRECISION)
         query_grad = tl.dot(pairs, key, query_grad, input_precision=PRECISION)
-        store_tile(dq, query_grad, start, T, H, K, first, C, BK)
+        store_tile(dq, query_grad, start, T, H, WIDTH, first, C, BK)
         key_grad = tl.dot(after, tl.trans(state_grad), input_precision=PRECISION)
         key_grad = tl.dot(tl.trans(pairs), query, key_grad, input_precision=PRECISION)
-        store_tile(dk, key_grad, start, T, H, K, first, C, BK)
+        store_tile(dk, key_grad, start, T, H, WIDTH, first, C, BK)
     # once more: kept, they would not fit into registers
     factors, from_state, from_grad = _load_decays(
         decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS

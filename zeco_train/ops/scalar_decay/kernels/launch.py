@@ -265,13 +265,16 @@ class ScalarDecayKernels(SegmentKernels):
         return sum_heads(dk, self.G), None if terms is None or own is None else self._decay_grads(terms, own)
 
     def grads(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, states: Tensor, starts: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, states: Tensor, starts: Tensor, unpadded: int | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """By chunks: dq, dk, dv and, unless decays are fixed, dg, of the `true_states` and the gradients' `starts`."""
+        """By chunks: dq, dk, dv and, unless decays are fixed, dg, of the `true_states` and the gradients' `starts`.
+
+        dq and dk may have the first `unpadded` columns only.
+        """
         grads, boundary_terms = self.true_states(q, do, starts, reverse=True, others=None if self.fixed else states)
         options = self.tuning.key_tiles
         if options is not None and self.fixed and self.V <= options.values:
-            return self._grads_by_keys(options, q, k, v, do, states, grads)
+            return self._grads_by_keys(options, q, k, v, do, states, grads, unpadded or self.K)
         options = self.tuning.grads
         BK, BV = self._tile(options, self.K, self.V)
         tiles = triton.cdiv(self.K, BK)
@@ -291,14 +294,22 @@ class ScalarDecayKernels(SegmentKernels):
         return dq, dk, dv, self._decay_grads(*terms)
 
     def _grads_by_keys(
-        self, options: TileOptions, q: Tensor, k: Tensor, v: Tensor, do: Tensor, states: Tensor, grads: Tensor
+        self,
+        options: TileOptions,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        states: Tensor,
+        grads: Tensor,
+        width: int,
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         BK, BV = options.tile(self.K, self.V)
-        dq, dk = (self._new(self.B, self.T, self.H, self.K, dtype=self.dtype) for _ in range(2))
+        dq, dk = (self._new(self.B, self.T, self.H, width, dtype=self.dtype) for _ in range(2))
         dv = torch.empty_like(v)
         key_tiles_kernel[(self.num_chunks, self.BH)](
             q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, self.scale, self.T, self.H, self.G,
-            self.K, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
+            self.K, width, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
         )  # fmt: skip
         return sum_heads(dq, self.G), sum_heads(dk, self.G), dv, None
 
@@ -426,7 +437,7 @@ class _ScalarDecayKernelBackward(BackwardBase):
         self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
         starts = self._segments.starts
         if self._by_chunks:
-            dq, dk, dv, dg = self._launcher.grads(q, k, v, do, self._states, starts)
+            dq, dk, dv, dg = self._launcher.grads(q, k, v, do, self._states, starts, self.unpadded)
         else:
             dk, dg = self._launcher.key_grads(q, k, v, do, starts, self._terms)
             dq, dv = self._dq, self._launcher.value_grads(q, k, do, starts)
