@@ -267,11 +267,7 @@ def grads_kernel(
             if HEADS == 1 and not TERMS:
                 of_heads = tl.dot(grad, tl.trans(value), of_heads, input_precision=PRECISION)
             else:
-                pairs = _split_product(grad, tl.trans(value), start < T, PRECISION) * factors
-                of_heads += pairs
-            if TERMS:
-                both = pairs * products
-                of_pairs += tl.sum(both, axis=1) - tl.sum(both, axis=0)
+                pairs = _split_product(grad, tl.trans(value), start < T, PRECISION)
             carried = tl.dot(key, state_grad, input_precision=PRECISION)
             if TERMS:
                 of_state += tl.sum(value.to(tl.float32) * carried, axis=1)
@@ -287,6 +283,12 @@ def grads_kernel(
             query_grad = tl.dot(state, tl.trans(weighted), query_grad, input_precision=PRECISION)
             weighted = (value.to(tl.float32) * (from_grad * inverse)[:, None]).to(value.dtype)
             key_grad = tl.dot(state_grad, tl.trans(weighted), key_grad, input_precision=PRECISION)
+            if HEADS > 1 or TERMS:
+                pairs *= factors
+                of_heads += pairs
+            if TERMS:
+                both = pairs * products
+                of_pairs += tl.sum(both, axis=1) - tl.sum(both, axis=0)
         if TERMS:
             of_pairs += of_queries * (from_state * scale)
             rows = tl.arange(0, C)
