@@ -196,8 +196,8 @@ class ScalarDecayKernels(SegmentKernels):
     ) -> tuple[Tensor, Tensor | None]:
         """By chunks, of the true states that segments start from, those at all boundaries, in reverse their gradients.
 
-        [N / every + 1, B, H, K, V] in the dtype of the tokens; with `others`, the states, also [tiles, N / span, B, H] fp32,
-        <S, dS>.
+        [N / every + 1, B, H, K, V] in the dtype of the tokens; with `others`, the states, also <S, dS>,
+        [tiles, N / span, B, H] fp32.
         """
         options = self.tuning.states
         assert options is not None
@@ -273,7 +273,7 @@ class ScalarDecayKernels(SegmentKernels):
         """
         grads, boundary_terms = self.true_states(q, do, starts, reverse=True, others=None if self.fixed else states)
         options = self.tuning.key_tiles
-        if options is not None and self.fixed and self.V <= options.values:
+        if options is not None and self.fixed and options.values >= self.V:
             return self._grads_by_keys(options, q, k, v, do, states, grads, unpadded or self.K)
         options = self.tuning.grads
         BK, BV = self._tile(options, self.K, self.V)
