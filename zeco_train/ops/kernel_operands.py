@@ -100,7 +100,7 @@ class _PaddedBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._operands = operands
         self._inner = self.passes.backward(
-            _padded(operands), *_padded([self.do]), self.saved, None, self.scale, self.doc_ids
+            _padded(operands), _resized(self.do, _aligned(self.do)), self.saved, None, self.scale, self.doc_ids
         )
         K, V = operands[0].shape[-1], operands[2].shape[-1]
         self.state_grad = self._inner.state_grad[..., :K, :V].contiguous()
