@@ -141,7 +141,9 @@ def _aligned(x: Tensor) -> int:
 
 def _resized(x: Tensor, width: int) -> Tensor:
     """X [..., D], cut or filled with zeros to [..., width]; on a GPU in one pass, of which torch takes two to three."""
-    if not x.is_cuda or not x.is_contiguous() or x.shape[-1] == width:
+    if x.shape[-1] == width:
+        return x
+    if not x.is_cuda or not x.is_contiguous():
         return F.pad(x, [0, width - x.shape[-1]])
     from zeco_train.ops.gla.kernels.tiles import resize_kernel  # late: here is no Triton needed
 
