@@ -36,7 +36,7 @@ from zeco_train.collectives.doubling import count_rounds
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message, Wire
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec
+from zeco_train.collectives.worker import ScanJob, ScanSpec
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, fold
 
 TIMEOUT = timedelta(seconds=600)
@@ -251,7 +251,7 @@ class VirtualCourier(ScanWorker):
             self._wires[key] = VirtualWire(self._network, self._rank, operation, reverse)
         return self._wires[key]
 
-    def launch(self, job: ScanJob) -> PendingScan:
+    def launch(self, job: ScanJob) -> LaunchedScan:
         # A job of one rank never runs: there is nothing to communicate.
         if self.size > 1:
             job.run = self._network.turns.task(job.run)  # type: ignore[method-assign]

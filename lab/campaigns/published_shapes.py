@@ -1,12 +1,14 @@
 """Question: how fast, and how exact, are the operators' kernels at shapes that others published?
 Command: python -m lab.campaigns.published_shapes FOLDER [--only TEXT] [--tokens 16384] [--fla] [--no-variations]
+    [--bytes]
 Date: 27 November 2026
 Answer: docs/benchmarks.md has the newest table. Each row: forward + backward in a CUDA graph (median, p10, p90),
     launched one by one, and by fla's function, launched; the largest error against fp64 (1,000 tokens, two documents;
     `operator_shapes.errors_of`); the time, relative to the first, of other decays (none; at most e^-50), of β up to 2,
-    and per token of 8 sequences of 2,048 tokens, of 4,096 tokens, of 64 documents and of one sequence of 2,048. FOLDER
-    gets them as JSON, and each kernel's registers, spills and shared memory. "OTHER BITS" in a row: repeated calls gave
-    different results.
+    and per token of 8 sequences of 2,048 tokens, of 4,096 tokens, of 64 documents and of one sequence of 2,048; what a
+    launched call moves to and from memory, by Nsight Compute's counters, relative to `least_bytes`. FOLDER gets them
+    as JSON, and each kernel's registers, spills and shared memory. "OTHER BITS" in a row: repeated calls gave different
+    results.
 
 A process a row compiles the kernels and checks their results, several at a time; then all rows are timed in turn.
 """
@@ -14,14 +16,15 @@ A process a row compiles the kernels and checks their results, several at a time
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -189,6 +192,52 @@ def variations(shape: Shape, T: int, base: float) -> dict[str, float]:
     }
 
 
+def least_bytes(shape: Shape, T: int) -> int:
+    """What a forward and a backward pass have to move, and states by chunks of 64 tokens.
+
+    The operands twice, the output, its gradient and all other gradients once; six times the states at chunks' borders
+    in bf16, and for delta rules as often the chunks' 64 × 64 matrices.
+    """
+    case = case_of(shape, 1, T)
+    leaves = [inputs(case)[name] for name in (*OPERATORS[shape.operator].operands, "do")]
+    *operands, do = (x.numel() * x.element_size() for x in leaves)
+    chunk_states = -(-T // 64) * shape.H * (shape.K * shape.V + ("beta" in OPERATORS[shape.operator].operands) * 64**2)
+    return 3 * sum(operands) + 2 * do + 6 * 2 * chunk_states
+
+
+def counted_bytes(command: Sequence[str]) -> list[dict[str, float]]:
+    """Bytes to and from memory by kernel, by Nsight Compute, for each shape whose call `command` launches once."""
+    metrics = "dram__bytes_read.sum,dram__bytes_write.sum"
+    ncu = ["ncu", "--csv", "--print-units", "base", "--profile-from-start", "off", "--target-processes", "all"]
+    ncu += ["--clock-control", "none", "--cache-control", "none", "--metrics", metrics]
+    done = subprocess.run([*ncu, *command], stdout=subprocess.PIPE, text=True, check=True)
+    lines = done.stdout.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
+    found: list[dict[str, float]] = []
+    begun = None
+    for row in csv.DictReader(lines[header:]):
+        name = row["Kernel Name"]
+        if "spin" not in name:
+            found[-1][name] = found[-1].get(name, 0.0) + float(row["Metric Value"].replace(",", ""))
+        elif row["ID"] != begun:
+            begun = row["ID"]
+            found.append({})
+    return found
+
+
+def launch_once(shapes: Sequence[Shape], T: int) -> None:
+    """A call of each shape for a profiler, which sees a kernel that waits before each."""
+    for shape in shapes:
+        call = call_of(case_of(shape, 1, T))
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+        torch.cuda._sleep(1)
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
+
+
 def check(shape: Shape, T: int) -> dict[str, Any]:
     """Errors against fp64, and whether calls give other bits."""
     errors = errors_of(case_of(shape, 1, 1000, documents=2))
@@ -219,18 +268,25 @@ def main() -> int:
     parser.add_argument("--fla", action="store_true", help="fla's functions, too, which tune for minutes")
     parser.add_argument("--no-variations", action="store_true")
     parser.add_argument("--processes", type=int, default=8, help="that compile and check (default: 8)")
+    parser.add_argument("--bytes", action="store_true", help="that calls move, by ncu's counters")
     parser.add_argument("--check", type=int, metavar="N", help="compile and check the kernels of one shape, and end")
+    parser.add_argument("--launch-once", action="store_true", help="each shape, for a profiler, and end")
     arguments = parser.parse_args()
+    if arguments.tokens % 64:
+        parser.error(f"--tokens={arguments.tokens}: a multiple of 64, for 64 documents of equal length")
     shapes = [shape for shape in SHAPES if arguments.only in str(shape)]
     if arguments.check is not None:
         print(json.dumps(check(SHAPES[arguments.check], arguments.tokens)))
         return 0
+    if arguments.launch_once:
+        launch_once(shapes, arguments.tokens)
+        return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "lab.campaigns.published_shapes", str(arguments.out)]
-    command += ["--tokens", str(arguments.tokens), "--check"]
+    command += ["--tokens", str(arguments.tokens)]
 
     def checked(shape: Shape) -> dict[str, Any]:
-        done = subprocess.run([*command, str(SHAPES.index(shape))], stdout=subprocess.PIPE, text=True)
+        done = subprocess.run([*command, "--check", str(SHAPES.index(shape))], stdout=subprocess.PIPE, text=True)
         lines = done.stdout.splitlines()
         failed = {"errors": {"the check failed": float("inf")}, "differs": False}
         found: dict[str, Any] = json.loads(lines[-1]) if done.returncode == 0 else failed
@@ -239,10 +295,15 @@ def main() -> int:
     with ThreadPoolExecutor(arguments.processes) as pool:
         found = dict(zip(shapes, pool.map(checked, shapes), strict=True))
     state = "name,clocks.sm,power.draw,temperature.gpu"
+    moved: list[dict[str, float]] = []
+    if arguments.bytes:
+        moved = counted_bytes([*command, "--only", arguments.only, "--launch-once"])
     rows: list[dict[str, Any]] = []
     known: set[int] = set()
-    for shape in shapes:
+    for shape, by_kernel in zip_longest(shapes, moved):
         row = measure(shape, arguments, known) | found[shape]
+        if by_kernel is not None:
+            row |= {"bytes": by_kernel, "least_bytes": least_bytes(shape, arguments.tokens)}
         query = ["nvidia-smi", f"--query-gpu={state}", "--format=csv,noheader", "-i", "0"]
         row["device"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
         rows.append(row)
@@ -250,10 +311,11 @@ def main() -> int:
         relative = "  ".join(f"{name} {value:.2f}" for name, value in row.get("relative", {}).items())
         fla = row.get("fla", "")
         fla = f"  fla {fla:.2f}" if isinstance(fla, float) else f"  fla {fla}" * bool(fla)
+        moves = f"  bytes × {sum(row['bytes'].values()) / row['least_bytes']:.2f}" if "bytes" in row else ""
         spills = max((kernel["spills"] or 0 for kernel in row["kernels"]), default=0)
         print(
             f"{row['shape']:<52}{row['ms']:7.3f} ({row['p10']:.3f}–{row['p90']:.3f})  launched {row['launched']:.3f}"
-            f"{fla}  error {max(row['errors'].values()):.1e}  spills ≤ {spills}"
+            f"{fla}{moves}  error {max(row['errors'].values()):.1e}  spills ≤ {spills}"
             f"{'  OTHER BITS' * row['differs']}  {relative}", flush=True,
         )  # fmt: skip
     print(rows[-1]["device"] if rows else "no shape")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,3 +93,55 @@ def test_passes_run_once_for_each_form_of_call(monkeypatch: pytest.MonkeyPatch) 
     # With gradients of the backward pass, too.
     call(1040, needs_grad=True)
     assert compiled[3:] == [("forward", 1040), ("backward", 1040)]
+
+
+def _launches(rank: int, world_size: int, cache: str) -> list[list[Any]]:
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from zeco_train.ops.scalar_decay.kernels.decays import decay_sums_kernel
+
+    knobs.cache.dir, found = cache, list[Any]()
+
+    def launcher(*compiled: Any) -> Any:
+        return lambda *where: found.append((*where[:6], *(getattr(x, "shape", x) for x in where[9:])))
+
+    numbers = itertools.count()
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 18},
+        load_binary=lambda *binary: (0, next(numbers), 32, 0, 1024),
+    )
+    target = GPUTarget("cuda", 90, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 7,
+            launcher_cls=launcher, utils=utils,
+        )
+    )  # fmt: skip
+
+    def launched() -> list[Any]:
+        found.clear()
+        for dtype, start, (T, H, C) in itertools.product(
+            (torch.float32, torch.float64),
+            (0, 1, 4),
+            ((64, 1, 16), (64, 3, 16), (64, 16, 16), (64, 16, 32), (1, 16, 16)),
+        ):
+            g = torch.zeros(T * H + start, dtype=dtype)[start:]
+            decay_sums_kernel[(T, 1)](g, torch.zeros(T * H), T, H, C=C, HEADS=16, num_warps=4 + 4 * (start > 1))
+        return [*found]
+
+    results = [launched(), launched()]
+    with compiled_at_once(1):
+        results.append(launched())
+    knobs.runtime.launch_enter_hook.add(print)
+    return [*results, launched()]
+
+
+@pytest.mark.slow
+def test_a_kernel_looked_up_is_the_one_that_triton_launches(tmp_path: Any) -> None:
+    first, found, inside, observed = run_distributed(_launches, 1, str(tmp_path), fresh=True)[0]
+    assert first == found == observed
+    assert not inside
+    # Of other dtypes, alignments, warps, constants, and numbers that are 1, divide by 16 or do neither.
+    assert len({launch[4] for launch in found}) == len(found) == 30

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-import zeco_train.ops.attend
-import zeco_train.ops.mix  # noqa: F401 - registers zeco::mix
 from tests.support.operator_cases import NAMES, doc_ids_of, in_dtype, make, operands_of
+from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition, stack_borders
 from zeco_train.sp.exchange import local_exchange
 
@@ -54,3 +53,11 @@ def test_softmax_attention_keeps_its_promises() -> None:
     opcheck(torch.ops.zeco.attend.default, (*arguments, stack_borders(borders), 3), test_utils=PROMISES)
     with pytest.raises(ValueError, match=r"^borders: documents of 2 sequences, for a batch of 3$"):
         torch.ops.zeco.attend(*arguments, stack_borders(borders[:2]), None)
+
+
+def test_second_derivatives_are_refused() -> None:
+    operands = [torch.randn(1, 9, 2, 4, requires_grad=True) for _ in range(3)]
+    o, _ = mix("unmasked", operands, SequencePosition((0, 9), exchange=local_exchange()))
+    (dq,) = torch.autograd.grad(o.square().sum(), operands[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        (dq.sum() + operands[0].sum()).backward()

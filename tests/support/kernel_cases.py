@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -107,11 +107,11 @@ class KernelCase:
 
 
 @contextlib.contextmanager
-def compiling(capability: int) -> Iterator[dict[str, int]]:
+def compiling(capability: int, seen: Callable[[str, Any], object] | None = None) -> Iterator[dict[str, int]]:
     """Compile the kernels launched inside for such GPUs, which this machine need not have, instead of running them.
 
     Yields the shared memory of each kernel, in bytes per program; wrong descriptors in machine code, and buffers that
-    are overwritten too early, are an AssertionError.
+    are overwritten too early, are an AssertionError. `seen` gets each kernel's name and what the compiler made.
     """
     from triton.backends.compiler import GPUTarget  # late: the mode is fixed at import
     from triton.runtime import JITFunction, driver
@@ -127,6 +127,8 @@ def compiling(capability: int) -> Iterator[dict[str, int]]:
             wrong = overwritten_buffers(made.asm["ttgir"])
             wrong += wrong_descriptors(made.asm["cubin"]) if capability == 90 else []
             assert not wrong, f"{kernel.fn.__name__}: {wrong}"
+            if seen is not None:
+                seen(kernel.fn.__name__, made)
             shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
 
         return launch

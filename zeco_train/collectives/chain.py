@@ -23,11 +23,11 @@ from torch import Tensor
 from zeco_train.collectives.cost_model import Costs, Link, Load
 from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.wire import Transfer
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec, ScanWorker
-from zeco_train.ops.seam import ScanRequest, fold
+from zeco_train.collectives.worker import ScanJob, ScanSpec, ScanWorker
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, fold
 
 
-def launch_chain(request: ScanRequest, worker: ScanWorker, *, blocks: int) -> PendingScan:
+def launch_chain(request: ScanRequest, worker: ScanWorker, *, blocks: int) -> LaunchedScan:
     """Start the scan. All receives are posted before this returns; blocks are forwarded without this rank's `wait`.
 
     `blocks` need not divide H. If it exceeds H, each head is also cut along V, into at most V pieces.

@@ -28,15 +28,15 @@ from zeco_train.collectives.doubling import Format, Pair, Rounds, count_rounds, 
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.wire import Message
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec, ScanWorker
+from zeco_train.collectives.worker import ScanJob, ScanSpec, ScanWorker
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import ScanRequest, compose, fold
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, compose, fold
 
 # Tags of the two exchanges, before those of the rounds.
 _EXCHANGES = 2
 
 
-def launch_lane(request: ScanRequest, worker: ScanWorker) -> PendingScan:
+def launch_lane(request: ScanRequest, worker: ScanWorker) -> LaunchedScan:
     """Start the scan. All receives are posted before this returns; it progresses without this rank's `wait`."""
     topology = worker.topology
     if (problem := _problem(topology)) is not None:

@@ -31,9 +31,9 @@ from zeco_train.collectives.arena import (
 )
 from zeco_train.collectives.one_kernel import INTERPRETED, Kernel, KernelTuning, power_of_2
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
-from zeco_train.collectives.worker import PendingScan, ScanJob, ScanSpec, ScanWorker, scan_alone
+from zeco_train.collectives.worker import ScanJob, ScanSpec, ScanWorker, scan_alone
 from zeco_train.errors import CommunicationError
-from zeco_train.ops.seam import ScanRequest, is_matrix
+from zeco_train.ops.seam import LaunchedScan, ScanRequest, is_matrix
 
 # Kinds of waits in a kernel's failure word; the codes are defined in `kernels/all_scan/`.
 WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a credit", 5: "carry_out"}
@@ -130,7 +130,7 @@ class SymmetricScans:
         self._zeros: dict[tuple[Any, ...], Tensor] = {}
         worker.checks.append(self.check)
 
-    def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> PendingScan:
+    def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> LaunchedScan:
         """Start the scan; it completes without this rank's `wait`.
 
         `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements. Raises

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,14 +91,26 @@ class PendingScan:
         return [self.incoming] if self.carry is None else [self.incoming, self.carry]
 
 
-def scan_alone(request: ScanRequest) -> PendingScan:
-    """The scan over one rank, for which both directions are the same."""
-    scan = PendingScan(request.want_carry)
+class _ScanAlone(NamedTuple):
+    incoming: Tensor
+    carry: Tensor | None
+
+    def wait(self) -> Tensor:
+        return self.incoming
+
+    def finish(self) -> None:
+        pass
+
+    def carry_out(self) -> Tensor:
+        assert self.carry is not None, "carry_out needs a scan launched with want_carry=True"
+        return self.carry
+
+
+def scan_alone(request: ScanRequest) -> LaunchedScan:
+    """The scan over one rank, for which both directions are the same: on the caller's stream, without events."""
     incoming = request.first_incoming()
-    scan.incoming.set_result(incoming)
-    if scan.carry is not None:
-        scan.carry.set_result(fold(request.state, request.transition, incoming))
-    return scan
+    carry = fold(request.state, request.transition, incoming) if request.want_carry else None
+    return _ScanAlone(incoming, carry)
 
 
 class ScanJob(ABC):
@@ -183,7 +196,7 @@ class ScanWorker:
             wire = self._wires[operation, reverse] = Wire(self.group, operation, reverse, self.timeout)
         return wire
 
-    def launch(self, job: ScanJob) -> PendingScan:
+    def launch(self, job: ScanJob) -> LaunchedScan:
         """Start a scan; it progresses without this rank's `wait`. A group of one rank needs no communication.
 
         Raises CommunicationError if an earlier scan of this worker failed, or a peer is gone.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
-import triton
 
+from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.operator import Target
 
 logger = logging.getLogger(__name__)
@@ -38,11 +39,10 @@ class TileOptions:
 
     def tile(self, K: int, V: int, narrowest: int = 16) -> tuple[int, int]:
         """(BK, BV) for these head dims: no wider than they are, but at least `narrowest`, as a product needs."""
-        most = (self.keys, K), (self.values, V)
-        keys, values = (max(narrowest, min(limit, triton.next_power_of_2(dim))) for limit, dim in most)
-        return keys, values
+        keys, values = min(self.keys, next_power_of_2(K)), min(self.values, next_power_of_2(V))
+        return max(narrowest, keys), max(narrowest, values)
 
-    @property
+    @cached_property
     def launch(self) -> dict[str, int | None]:
         """Keyword arguments of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
@@ -65,9 +65,9 @@ class RunOptions(NamedTuple):
 
     def run(self, batch: int, tokens: int, channels: int) -> int:
         """Tokens of a program, a multiple of `rows`."""
-        runs = max(1, self.programs // (batch * triton.cdiv(channels, self.channels)))
-        tokens = max(triton.cdiv(tokens, runs), min(tokens, self.shortest))
-        return triton.cdiv(tokens, self.rows) * self.rows
+        runs = max(1, self.programs // (batch * cdiv(channels, self.channels)))
+        tokens = max(cdiv(tokens, runs), min(tokens, self.shortest))
+        return cdiv(tokens, self.rows) * self.rows
 
 
 class KeptOptions(Generic[Tuning]):

@@ -120,11 +120,12 @@ class _PaddedBackward(BackwardBase):
 
 
 def _is_odd(operands: Sequence[Tensor]) -> bool:
-    # Not if head dims do not fit each other, which the passes then refuse.
     of_heads = [x for x in operands if x.dim() == 4]
-    if len(of_heads) < 3 or any(x is not operands[2] and x.shape[-1] != operands[0].shape[-1] for x in of_heads):
+    if not any(x.shape[-1] % _ALIGNMENT for x in of_heads):
         return False
-    return any(x.shape[-1] % _ALIGNMENT for x in of_heads) and 0 not in (operands[0].shape[-1], operands[2].shape[-1])
+    # Not if head dims do not fit each other, which the passes then refuse.
+    K, V = operands[0].shape[-1], operands[2].shape[-1]
+    return len(of_heads) > 2 and all(x is operands[2] or x.shape[-1] == K for x in of_heads) and K > 0 and V > 0
 
 
 def _pad_state(x: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ compute that overlaps it, and a compiled block has no graph break.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, custom_op, infer_schema, register_fake
+from torch.library import Library, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.layer_states import StateInput, StateOutput
@@ -95,6 +95,19 @@ def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
     return operator
 
 
+_checked, _MOST_FORMS = set[Hashable](), 1024
+
+
+# `Operator.check`, once for calls of one form: a look-up is ten times as fast.
+def _check(operator: str, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
+    form = operator, *[x if x is None else (x.shape, x.dtype) for x in (doc_ids, do, *operands)]
+    if form not in _checked:
+        operator_of(operator, operands).check(operands, doc_ids, do)
+        if len(_checked) == _MOST_FORMS:
+            _checked.clear()
+        _checked.add(form)
+
+
 # Row by row if each row of the batch has documents of its own.
 def _passes(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor | None) -> Passes:
     if doc_ids is None or doc_ids.dim() == 1:
@@ -102,11 +115,10 @@ def _passes(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor | No
     return by_rows(operator, operands, doc_ids)
 
 
-# Triton and streams use the current device. Autocast would change the dtypes of some products, in backward passes too.
-@contextmanager
-def _on_device_of(x: Tensor) -> Iterator[None]:
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        yield
+# It would change the dtypes of some products, in backward passes too. To disable what is not enabled takes 5 µs.
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 # o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`; absent tensors are [0].
@@ -121,14 +133,13 @@ def _mix(
     want_carry: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    chosen.check(operands, doc_ids)
+    _check(operator, operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
-    with _on_device_of(operands[0]):
+    # Triton and streams use the current device.
+    with torch.cuda.device_of(operands[0]), _without_autocast(operands[0]):
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
         passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
-        shape = chosen.transition_shape(operands)
-        transition = local.transition if passed else local.state.new_zeros(shape)
-        received, carry_out = (local.state.new_empty(0) for _ in range(2))
+        transition = local.transition if passed else local.state.new_zeros(chosen.transition_shape(operands))
         if incoming_state is None:
             cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
             request = ScanRequest(local.state, transition, False, carry_in, wanted, cuts)
@@ -138,13 +149,14 @@ def _mix(
             o = local.outputs(received)
             if not chosen.reads_whole:
                 pending.finish()
-            carry_out = pending.carry_out() if want_carry else carry_out
+            carry_out = pending.carry_out() if want_carry else transition.new_empty(0)
             # Over one rank a scan returns carry_in itself, and the output of a custom op must not alias an input.
             received = received.clone() if received is carry_in else received
         else:
             local.overlap()
             o = local.outputs(incoming_state)
-            carry_out = torch.full_like(local.state, torch.nan) if want_carry else carry_out
+            received = transition.new_empty(0)
+            carry_out = torch.full_like(local.state, torch.nan) if want_carry else transition.new_empty(0)
         # Contiguous, as `_mix_shapes` promises the compiler.
         return o.contiguous(), received, carry_out, transition, list(local.saved)
 
@@ -177,7 +189,6 @@ def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any,
 
 
 # The gradients of the operands, and dcarry_in, which is [0] unless it is wanted.
-@custom_op("zeco::mix_backward", mutates_args=())
 def _mix_backward(
     operands: list[Tensor],
     do: Tensor,
@@ -192,8 +203,8 @@ def _mix_backward(
     want_dcarry: bool,
 ) -> tuple[list[Tensor], Tensor]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    chosen.check(operands, doc_ids, do)
-    with _on_device_of(do):
+    _check(operator, operands, doc_ids, do)
+    with torch.cuda.device_of(do), _without_autocast(do):
         passes = _passes(chosen, operands, doc_ids)
         local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
@@ -208,7 +219,6 @@ def _mix_backward(
         return grads, dcarry_in.clone() if dcarry_in is dcarry_out else dcarry_in
 
 
-@_mix_backward.register_fake
 def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tensor], Tensor]:
     _, _, transition, _, _, operator, *_, want_dcarry = rest
     state = operator_of(operator, operands).state_shape(operands)
@@ -251,10 +261,24 @@ class _Differentiable(torch.autograd.Function):
         # A compiler passes zeros for undefined gradients.
         dcarry_out = dcarry_out if ctx.want_carry else None
         where = ctx.operator, ctx.scale, handle, doc_ids
-        grads, dcarry_in = _mix_backward(
-            operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry
-        )
+        with torch._C._AutoDispatchBelowAutograd():
+            grads, dcarry_in = torch.ops.zeco.mix_backward.default(
+                operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry
+            )
+        if torch.is_grad_enabled():  # by `create_graph`
+            *grads, dcarry_in = _Final.apply((*grads, dcarry_in), do, dcarry_out, *operands)
         return None, None, None, None, None, dcarry_in if want_dcarry else None, None, *grads
+
+
+# Gradients, which depend on the other arguments.
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grads: tuple[Tensor, ...], *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError("zeco::mix has no second derivatives")
 
 
 def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
@@ -262,9 +286,11 @@ def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
     return o, received, carry_out, transition, saved
 
 
-# Not by `custom_op`, which registers an autograd kernel of its own.
+# Not by `custom_op`, which registers an autograd kernel of its own, and checks each call for aliases.
 _LIBRARY = Library("zeco", "FRAGMENT")
-_LIBRARY.define(f"mix{infer_schema(_mix, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("mix", _mix, "CompositeExplicitAutograd")
+for _function, _shapes in ((_mix, _mix_shapes), (_mix_backward, _mix_backward_shapes)):
+    _name = _function.__name__[1:]
+    _LIBRARY.define(f"{_name}{infer_schema(_function, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    register_fake(f"zeco::{_name}", _shapes, lib=_LIBRARY)
 _LIBRARY.impl("mix", _under_autograd, "Autograd")
-register_fake("zeco::mix", _mix_shapes, lib=_LIBRARY)

@@ -61,9 +61,9 @@ def _import_kernels() -> None:
     triton: Any = types.ModuleType("triton")
     language: Any = types.ModuleType("triton.language")
     triton.jit, triton.knobs, triton.language = _NoKernel(), _NoKernel(), language
-    triton.cdiv, triton.next_power_of_2 = lambda n, d: -(-n // d), lambda n: 1 << (n - 1).bit_length()
+    runtime = types.SimpleNamespace(JITFunction=type("_NoFunction", (), {}), driver=None, _async_compile=None)
     language.__getattr__ = lambda name: _NoKernel()
-    with _stand_ins({"triton": triton, "triton.language": language}):
+    with _stand_ins({"triton": triton, "triton.language": language, "triton.runtime": runtime}):
         for one in OPERATORS.values():
             if one.cuda is not None:
                 importlib.import_module(one.cuda.partition(":")[0])

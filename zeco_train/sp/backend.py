@@ -113,6 +113,9 @@ class SpecScan(ScanBackend):
 class LocalScan(ScanBackend):
     """The exclusive scan over a single rank: `wait` returns `carry_in`, or zeros. Needs no workers."""
 
+    def launch(self, request: ScanRequest) -> LaunchedScan:
+        return scan_alone(request)
+
     def launcher_for(self, request: ScanRequest) -> Launcher:
         return Launcher(scan_alone)
 

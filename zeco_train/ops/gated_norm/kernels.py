@@ -6,19 +6,20 @@ x and gate are read, y is written; dy, x and gate are read, dx and dgate written
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, jit, next_power_of_2
 
-@triton.jit
+
+@jit
 def _tile(tensor, row, columns, inside, stride_n, stride_h, H: tl.constexpr):
     """[BR, BV] of a tensor [N, H, V], rows counted over N and H, in fp32."""
     place = (row // H).to(tl.int64) * stride_n + (row % H).to(tl.int64) * stride_h
     return tl.load(tensor + place[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _opening_and_slope(logits, IS_SWISH: tl.constexpr):
     """The gate's function, swish or σ, and its derivative."""
     sigmoid = 1.0 / (1.0 + tl.exp(-logits))
@@ -31,7 +32,7 @@ def _opening_and_slope(logits, IS_SWISH: tl.constexpr):
     return opening, slope
 
 
-@triton.jit
+@jit
 def gated_norm_kernel(
     x,  # [N, H, V], elements of a row side by side, as is the next
     gate,
@@ -62,7 +63,7 @@ def gated_norm_kernel(
     tl.store(y + row.to(tl.int64)[:, None] * V + columns, values * scale[:, None] * factors * opening, mask=inside)
 
 
-@triton.jit
+@jit
 def gated_norm_grads_kernel(
     dy,  # [N, H, V], elements of a row side by side, as are the next two
     x,
@@ -125,7 +126,7 @@ def launch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, is_sw
     H, V = x.shape[1:]
     rows, (tile, width, warps) = x.shape[0] * H, _tile_sizes(V)
     if x.numel():
-        gated_norm_kernel[(triton.cdiv(rows, tile),)](
+        gated_norm_kernel[(cdiv(rows, tile),)](
             x, gate, weight.contiguous(), y, rstd, *_strides(x, gate), rows, eps,
             H=H, V=V, IS_SWISH=is_swish, BR=tile, BV=width, num_warps=warps,
         )  # fmt: skip
@@ -140,8 +141,8 @@ def launch_gated_norm_grads(
     dy, x, gate = (_matrices(tensor) for tensor in (dy, x, gate))
     H, V = x.shape[1:]
     rows, (tile, width, warps) = x.shape[0] * H, _tile_sizes(V)
-    run = triton.cdiv(triton.cdiv(rows, _PROGRAMS), tile) * tile
-    programs = triton.cdiv(rows, run) if x.numel() else 0
+    run = cdiv(cdiv(rows, _PROGRAMS), tile) * tile
+    programs = cdiv(rows, run) if x.numel() else 0
     dweights = torch.empty(programs, V, dtype=torch.float32, device=x.device)
     if programs:
         gated_norm_grads_kernel[(programs,)](
@@ -153,7 +154,7 @@ def launch_gated_norm_grads(
 
 def _tile_sizes(columns: int) -> tuple[int, int, int]:
     # Rows and columns of a tile, and its warps: on H200s the fastest of 2, 4 and 8 for 128 and 2,048 columns.
-    width = triton.next_power_of_2(max(columns, 1))
+    width = next_power_of_2(max(columns, 1))
     return max(1, _TILE // width), width, 8 if width <= 128 else max(4, min(width // 512, 16))
 
 

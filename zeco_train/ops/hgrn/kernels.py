@@ -23,21 +23,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, jit
 from zeco_train.ops.kept import RunOptions
 from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
 
-@triton.jit
+@jit
 def _append(rows, row):
     return rows + (row,)  # noqa: RUF005, Triton has no unpacking
 
 
-@triton.jit
+@jit
 def _load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
     """Rows of tokens from `start` on, in fp32; zeros after the last token."""
     rows = ()
@@ -47,7 +47,7 @@ def _load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
     return rows
 
 
-@triton.jit
+@jit
 def _load_log_decays(g, doc_ids, start, T, C, columns, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Rows of log-decays, −inf at restarts; zeros after the last token."""
     rows = _load_rows(g, start, T, C, columns, ROWS)
@@ -63,7 +63,7 @@ def _load_log_decays(g, doc_ids, start, T, C, columns, ROWS: tl.constexpr, DOCUM
     return rows
 
 
-@triton.jit
+@jit
 def summaries_kernel(
     x,  # [B, T, C], x; do if REVERSE
     g,  # [B, T, C] fp32
@@ -104,7 +104,7 @@ def summaries_kernel(
     tl.store(log_decays + of_run, total, mask=columns)
 
 
-@triton.jit
+@jit
 def starts_kernel(
     states,  # [B, runs, C] fp32, of the runs; overwritten by what each starts from, or ends with, from zero
     log_decays,  # [B, runs, C] fp32, of the runs; overwritten by those of all runs before it, or after it
@@ -141,7 +141,7 @@ def starts_kernel(
     tl.store(log_decay + batch * C + channels, total, mask=columns)
 
 
-@triton.jit
+@jit
 def _true_end(states, log_decays, other, batch, channels, columns, C):
     """What a run starts from, or ends with: from this rank's other runs and from the other ranks."""
     of_run = (batch * tl.num_programs(1) + tl.program_id(1)) * C + channels
@@ -150,7 +150,7 @@ def _true_end(states, log_decays, other, batch, channels, columns, C):
     return own + decay * tl.load(other + batch * C + channels, mask=columns, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@jit
 def outputs_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
@@ -184,7 +184,7 @@ def outputs_kernel(
             tl.store(o + offset + (start + row) * C, state.to(o.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def grads_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
@@ -256,14 +256,14 @@ def _states_shape(x: Tensor) -> tuple[int, int, int]:
 def _summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -> _Summaries:
     B, T, H, K = x.shape
     C, run = H * K, WALK.run(B, T, H * K)
-    runs = triton.cdiv(T, run)
+    runs = cdiv(T, run)
     starts, log_decays = torch.empty(2, B, runs, C, dtype=torch.float32, device=x.device)
     state, log_decay = torch.empty(2, B, H, K, dtype=torch.float32, device=x.device)
-    summaries_kernel[(triton.cdiv(C, WALK.channels), runs, B)](
+    summaries_kernel[(cdiv(C, WALK.channels), runs, B)](
         x, g, doc_ids, starts, log_decays, run, T, C,
         ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
-    starts_kernel[(triton.cdiv(C, _CHANNELS), B)](
+    starts_kernel[(cdiv(C, _CHANNELS), B)](
         starts, log_decays, state, log_decay, runs, C, ROWS=_JOINED, BC=_CHANNELS, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
     return _Summaries(starts, log_decays, state.unsqueeze(-1), log_decay)
@@ -281,7 +281,7 @@ class _HgrnKernelForward(ForwardBase):
         x, (starts, log_decays, *_) = self._x, self._summaries
         B, T, H, K = x.shape
         o, states = torch.empty_like(x), torch.empty(_states_shape(x), dtype=torch.float32, device=x.device)
-        outputs_kernel[(triton.cdiv(H * K, WALK.channels), starts.shape[1], B)](
+        outputs_kernel[(cdiv(H * K, WALK.channels), starts.shape[1], B)](
             x, self._g, self.doc_ids, starts, log_decays, incoming_state.contiguous(), o, states,
             WALK.run(B, T, H * K), T, H * K,
             ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=self.doc_ids is not None, num_warps=1,
@@ -301,7 +301,7 @@ class _HgrnKernelBackward(BackwardBase):
         (states,), (ends, log_decays, *_) = self.saved, self._summaries
         B, T, H, K = self._x.shape
         dx, dg = torch.empty_like(self._x), torch.empty_like(self._g)
-        grads_kernel[(triton.cdiv(H * K, WALK.channels), ends.shape[1], B)](
+        grads_kernel[(cdiv(H * K, WALK.channels), ends.shape[1], B)](
             self._x, self._g, self._do, self.doc_ids, states, ends, log_decays, incoming_grad.contiguous(), dx, dg,
             WALK.run(B, T, H * K), T, H * K,
             ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=self.doc_ids is not None, num_warps=1,

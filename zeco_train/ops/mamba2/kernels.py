@@ -7,28 +7,29 @@ once for its channels.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, jit, next_power_of_2
 
-@triton.jit
+
+@jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@jit
 def _slope(x, sigmoid):
     """The derivative of x σ(x)."""
     return sigmoid * (1.0 + x * (1.0 - sigmoid))
 
 
-@triton.jit
+@jit
 def _load(tensor, place, inside):
     return tl.load(tensor + place, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _steps(logits, decay, row, head, inside, logits_n, least, most, H: tl.constexpr):
     """Logits l + dt_bias, their softplus, dt, and −exp(A_log): [BR, BH], and [1, BH]."""
     shifted = _load(logits, row.to(tl.int64)[:, None] * logits_n + head, inside)
@@ -42,7 +43,7 @@ def _steps(logits, decay, row, head, inside, logits_n, least, most, H: tl.conste
     return shifted, raw, tl.minimum(tl.maximum(raw, least), most), rate
 
 
-@triton.jit
+@jit
 def operands_kernel(
     u,  # [N, H·V + 2·GK], elements of a row side by side, as those of logits
     logits,  # [N, H]
@@ -92,7 +93,7 @@ def operands_kernel(
             tl.store(queries + target, x_key * _sigmoid(x_key), mask=is_key)
 
 
-@triton.jit
+@jit
 def operand_grads_kernel(
     dq,  # [N, GK], as is the next
     dk,
@@ -176,7 +177,7 @@ def operand_grads_kernel(
             tl.store(du + first_key * width + place, of_key * _slope(x_key, _sigmoid(x_key)), mask=is_key)
 
 
-@triton.jit
+@jit
 def output_kernel(
     o,  # [N, H·V], elements of a row side by side, as are those of u and z
     u,  # [N, H·V + …]
@@ -216,7 +217,7 @@ def output_kernel(
     tl.store(y + n * (H * V) + channel, gated * scale[:, None, None] * factors, mask=inside)
 
 
-@triton.jit
+@jit
 def output_grads_kernel(
     dy,  # [N, H·V], elements of a row side by side, as are those of o, u and z
     o,  # [N, H·V]
@@ -289,7 +290,7 @@ def launch_operands(
     u, logits, decay = _matrix(u), _matrix(logits), decay.contiguous()
     sizes = _block_sizes(heads, value_dim, columns)
     if rows := u.shape[0]:
-        operands_kernel[(triton.cdiv(rows, sizes["BR"]) * _blocks(sizes),)](
+        operands_kernel[(cdiv(rows, sizes["BR"]) * _blocks(sizes),)](
             u, logits, decay, q, k, v, g, rows, u.stride(0), logits.stride(0), least, most,
             H=heads, V=value_dim, GK=columns, **sizes, num_warps=4,
         )  # fmt: skip
@@ -326,7 +327,7 @@ def launch_output(
     o, u, z = o.contiguous(), _matrix(u), _matrix(z)
     sizes = _group_sizes(heads // groups, value_dim)
     if rows:
-        output_kernel[(triton.cdiv(rows, sizes["BR"]) * groups,)](
+        output_kernel[(cdiv(rows, sizes["BR"]) * groups,)](
             o, u, z, decay.contiguous(), weight.contiguous(), y, rstd, rows, u.stride(0), z.stride(0), eps,
             H=heads, V=value_dim, G=groups, **sizes,
         )  # fmt: skip
@@ -352,16 +353,16 @@ def launch_output_grads(
 
 
 def _block_sizes(heads: int, value_dim: int, columns: int) -> dict[str, int]:
-    width = triton.next_power_of_2(value_dim)
-    of_heads = min(triton.next_power_of_2(heads), max(1, _CHANNELS // width))
-    of_columns = min(triton.next_power_of_2(columns), 256)
+    width = next_power_of_2(value_dim)
+    of_heads = min(next_power_of_2(heads), max(1, _CHANNELS // width))
+    of_columns = min(next_power_of_2(columns), 256)
     return {
         "BR": max(1, _TILE // (of_heads * width)),
         "BH": of_heads,
         "BV": width,
         "BC": of_columns,
-        "HEAD_BLOCKS": triton.cdiv(heads, of_heads),
-        "COLUMN_BLOCKS": triton.cdiv(columns, of_columns),
+        "HEAD_BLOCKS": cdiv(heads, of_heads),
+        "COLUMN_BLOCKS": cdiv(columns, of_columns),
     }
 
 
@@ -371,7 +372,7 @@ def _blocks(sizes: dict[str, int]) -> int:
 
 def _group_sizes(heads: int, value_dim: int) -> dict[str, int]:
     # A thread has 16 elements, more only where 16 warps are too few.
-    of_heads, width = triton.next_power_of_2(heads), triton.next_power_of_2(value_dim)
+    of_heads, width = next_power_of_2(heads), next_power_of_2(value_dim)
     return {
         "BR": max(1, _TILE // (of_heads * width)),
         "BH": of_heads,
@@ -382,8 +383,8 @@ def _group_sizes(heads: int, value_dim: int) -> dict[str, int]:
 
 # Tokens; those of a run, a multiple of a tile's; and the number of runs.
 def _runs(rows: int, runs: int, tile: int) -> tuple[int, int, int]:
-    run = triton.cdiv(triton.cdiv(rows, runs), tile) * tile
-    return rows, run, triton.cdiv(rows, run) if rows else 0
+    run = cdiv(cdiv(rows, runs), tile) * tile
+    return rows, run, cdiv(rows, run) if rows else 0
 
 
 # [B, T, D] as [N, D], a view if elements of a row are side by side and sequences follow one another.

@@ -16,21 +16,21 @@ The kernels also run on a CPU under Triton's interpreter.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, jit, next_power_of_2
 from zeco_train.ops.kept import RunOptions
 from zeco_train.ops.passes import Passes, check_state
 from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
 
 
-@triton.jit
+@jit
 def _append(rows, row):
     return rows + (row,)  # noqa: RUF005, Triton has no unpacking
 
 
-@triton.jit
+@jit
 def outputs_kernel(
     x,  # [B, T, C]
     weight,  # [C, 1, W]
@@ -89,7 +89,7 @@ def outputs_kernel(
         inputs, marks = _next_rows(inputs, marks, W, ROWS, DOCUMENTS)
 
 
-@triton.jit
+@jit
 def _next_rows(rows, marks, W: tl.constexpr, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
     """The last W - 1 rows of a step, with which the next one begins, and their doc_ids."""
     kept, kept_marks = (), ()
@@ -100,7 +100,7 @@ def _next_rows(rows, marks, W: tl.constexpr, ROWS: tl.constexpr, DOCUMENTS: tl.c
     return kept, kept_marks
 
 
-@triton.jit
+@jit
 def grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
@@ -167,7 +167,7 @@ def grads_kernel(
         tl.store(of_run + row * C, totals[row], mask=columns)
 
 
-@triton.jit
+@jit
 def _grads_of(
     do, weight, doc_ids, batch, tokens, channels, do_batch, do_token, T, C, W: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
@@ -188,7 +188,7 @@ def _grads_of(
     return total
 
 
-@triton.jit
+@jit
 def received_grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
@@ -213,7 +213,7 @@ def received_grads_kernel(
     tl.store(grads + offsets, total, mask=(rows < W - 1)[:, None] & (channels < C)[None, :])
 
 
-@triton.jit
+@jit
 def last_grads_kernel(
     do,  # [B, T, C]
     weight,  # [C, 1, W]
@@ -300,14 +300,14 @@ class _ShortConvForward(PlainForward):
         check_state(incoming_state, "incoming_state", self.state.shape)
         last = min(self._x.shape[1], self._rows)
         # The received inputs precede the first run, so there is one.
-        self._convolve(incoming_state.contiguous(), triton.cdiv(last, OUTPUTS.rows) * OUTPUTS.rows, last)
+        self._convolve(incoming_state.contiguous(), cdiv(last, OUTPUTS.rows) * OUTPUTS.rows, last)
         return self._y
 
     # y of the first `last` tokens, in runs of so many, with zeros or the received inputs before the shard.
     def _convolve(self, incoming: Tensor | None, run: int, last: int) -> None:
         x, doc_ids = _side_by_side(self._x), self.doc_ids
         (B, T, C), W = x.shape, self._rows + 1
-        outputs_kernel[(triton.cdiv(C, OUTPUTS.channels), triton.cdiv(last, run), B)](
+        outputs_kernel[(cdiv(C, OUTPUTS.channels), cdiv(last, run), B)](
             x, self._weight.contiguous(), self._bias.contiguous(), incoming, doc_ids, self._y,
             x.stride(0), x.stride(1), run, last, T, C, W=W, ROWS=OUTPUTS.rows, BC=OUTPUTS.channels,
             DOCUMENTS=doc_ids is not None, RECEIVED=incoming is not None, num_warps=1,
@@ -318,20 +318,20 @@ class _ShortConvBackward(PlainBackward):
     def _received_grads(self) -> Tensor:
         do, grads = _side_by_side(self.do), torch.empty_like(self.received, memory_format=torch.contiguous_format)
         B, T, C = do.shape
-        received_grads_kernel[(triton.cdiv(C, _CHANNELS), B)](
+        received_grads_kernel[(cdiv(C, _CHANNELS), B)](
             do, self._weight.contiguous(), self.doc_ids, grads, do.stride(0), do.stride(1), T, C, W=self._rows + 1,
-            ROWS=triton.next_power_of_2(self._rows), BC=_CHANNELS, DOCUMENTS=self.doc_ids is not None, num_warps=1,
+            ROWS=next_power_of_2(self._rows), BC=_CHANNELS, DOCUMENTS=self.doc_ids is not None, num_warps=1,
         )  # fmt: skip
         return grads
 
     def overlap(self) -> None:
         x, do, walk = _side_by_side(self._x), _side_by_side(self.do), GRADS
         (B, T, C), W, run = x.shape, self._rows + 1, walk.run(*x.shape)
-        runs = triton.cdiv(T, run)
+        runs = cdiv(T, run)
         self._dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         # Parts of dweight[:, 0, j] in row j, of dbias in row w, without the received inputs.
         self._sums = torch.empty(B * runs, W + 1, C, dtype=torch.float32, device=x.device)
-        grads_kernel[(triton.cdiv(C, walk.channels), runs, B)](
+        grads_kernel[(cdiv(C, walk.channels), runs, B)](
             do, self._weight.contiguous(), self.doc_ids, x, self._dx, self._sums,
             do.stride(0), do.stride(1), x.stride(0), x.stride(1), run, T, C,
             W=W, ROWS=walk.rows, BC=walk.channels, DOCUMENTS=self.doc_ids is not None, num_warps=1,
@@ -346,10 +346,10 @@ class _ShortConvBackward(PlainBackward):
         )
         # One launch for the last tokens and the sums, always in the same order: a launch costs the host more than the
         # device.
-        last_grads_kernel[(triton.cdiv(C, _CHANNELS), W + 1 + B)](
+        last_grads_kernel[(cdiv(C, _CHANNELS), W + 1 + B)](
             do, weight, self.doc_ids, self.received.contiguous(), incoming_grad.contiguous(), self._sums,
             self._dx, dweight, dbias, do.stride(0), do.stride(1), self._sums.shape[0], B, T, C, W=W,
-            ROWS=triton.next_power_of_2(W - 1), PARTS=_PARTS, BC=_CHANNELS, DOCUMENTS=self.doc_ids is not None,
+            ROWS=next_power_of_2(W - 1), PARTS=_PARTS, BC=_CHANNELS, DOCUMENTS=self.doc_ids is not None,
             num_warps=4,
         )  # fmt: skip
         return self._dx, dweight, dbias

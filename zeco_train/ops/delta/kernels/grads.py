@@ -25,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.systems import border_decays, load_decays, load_strengths
 from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
@@ -46,7 +47,7 @@ from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
+@jit
 def _round(x, dtype: tl.constexpr, HERE: tl.constexpr = False):
     """x, fp32, in the dtype of the tokens; HERE: not wherever the compiler would, which keeps all that x is made of."""
     if INTERPRETED:
@@ -62,7 +63,7 @@ def _round(x, dtype: tl.constexpr, HERE: tl.constexpr = False):
     return rounded
 
 
-@triton.jit
+@jit
 def _load_keys(
     q, k, sums, doc_ids, product, batch_head, start, T, H, G, K, first_key, C: tl.constexpr, BK: tl.constexpr,
     DOCUMENTS: tl.constexpr, ONE_LAYOUT: tl.constexpr,
@@ -79,7 +80,7 @@ def _load_keys(
     return queries, keys, own, from_start, to_end, survives
 
 
-@triton.jit
+@jit
 def _turn(queries, keys, own, sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
     """Decays from tokens to the middle one, and from it to them; keys by the first, queries and keys by the second."""
     distances = from_middle(sums, own, start, T, H, K, first_key, C, BK)
@@ -91,7 +92,7 @@ def _turn(queries, keys, own, sums, start, T, H, K, first_key, C: tl.constexpr, 
     return factors, own_factors, turned_keys, own_queries, own_keys
 
 
-@triton.jit
+@jit
 def _chunk_grads(
     chunk,
     tile,
@@ -296,7 +297,7 @@ def _chunk_grads(
             tl.store(dg + by_head, tl.where(stays, decay_grads, 0.0), mask=is_token)
 
 
-@triton.jit
+@jit
 def grads_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.delta.kernels.grads import grads_kernel
 from zeco_train.ops.delta.kernels.systems import channel_sums_kernel, operands_kernel, systems_kernel
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, join_kernel, reverse_walk_kernel
@@ -134,16 +135,16 @@ class DeltaKernels:
         self.flags: dict[str, Any] = {
             "C": CHUNK, "PRECISION": "tf32x3", "BY_CHANNEL": self.by_channel, "DOCUMENTS": doc_ids is not None
         }  # fmt: skip
-        self.num_chunks = triton.cdiv(self.T, CHUNK)
+        self.num_chunks = cdiv(self.T, CHUNK)
         # A walk is sequential: as many segments as fill the chip at once; a few programs more would take twice as long.
         self._walk = tuning.channel_walk if self.by_channel else tuning.walk
         _, columns = self._walk_tile(self._walk)
-        segments = tuning.programs // (triton.cdiv(self.V, columns) * self.BH)
+        segments = tuning.programs // (cdiv(self.V, columns) * self.BH)
         # Walks of N / J chunks and J joins, one after the other: the sum is least where both take as long.
         balanced = int(math.sqrt(self.num_chunks / tuning.joining))
         segments = max(1, min(segments, balanced, self.num_chunks))
-        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
-        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+        self.segment_chunks = cdiv(self.num_chunks, segments)
+        self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
         # (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
         self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
         self.states_shape = self.num_chunks, self.B, self.H, self.V, self.K
@@ -172,7 +173,7 @@ class DeltaKernels:
         systems_kernel[(self.num_chunks, self.BH)](
             q, self.k, self.sums, self.beta, self.doc_ids, scores, inverses, self.scale,
             self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
-            KEYS=triton.next_power_of_2(self.K), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+            KEYS=next_power_of_2(self.K), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
             **self.flags, **options.launch,
         )  # fmt: skip
         return scores, inverses
@@ -224,7 +225,7 @@ class DeltaKernels:
     ) -> None:
         BK, BV = self._walk_tile(options)
         # Without starts, of the values and then of the transition.
-        tiles = triton.cdiv(self.V, BV) + (triton.cdiv(self.K, BV) if starts is None else 0)
+        tiles = cdiv(self.V, BV) + (cdiv(self.K, BV) if starts is None else 0)
         forward_walk_kernel[(tiles, self.BH, self.num_segments)](
             operands.keys, operands.end_keys, operands.queries, self.v, operands.decays, self.doc_ids,
             operands.inverses, operands.scores, starts, totals, transitions, o, states, added, self.scale,
@@ -259,7 +260,7 @@ class DeltaKernels:
         dv: Tensor | None = None,
     ) -> None:
         BK, BV = self._walk_tile(self._walk)
-        reverse_walk_kernel[(triton.cdiv(self.V, BV), self.BH, self.num_segments)](
+        reverse_walk_kernel[(cdiv(self.V, BV), self.BH, self.num_segments)](
             operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.inverses,
             operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H, operands.keys.shape[2], self.K,
             self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV, STATES=ends is not None,
@@ -272,9 +273,9 @@ class DeltaKernels:
         """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
         found, options = torch.empty_like(states), self.tuning.join
         BC, BV = options.tile(self.K, self.V)
-        join_kernel[(triton.cdiv(self.V, BV), self.BH)](
+        join_kernel[(cdiv(self.V, BV), self.BH)](
             start, states, transitions, found, self.K, self.V, self.BH, len(states), BC=BC,
-            BK=triton.next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
+            BK=next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
             **options.launch,
         )  # fmt: skip
         return found
@@ -285,16 +286,16 @@ class DeltaKernels:
         """dq, dk, dg (None unless gated) and dβ."""
         options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
         BK, BV = self._tile(options)
-        tiles = triton.cdiv(self.K, BK)
+        tiles = cdiv(self.K, BK)
         dq, dk = (self._by_token(self.K) for _ in range(2))
         dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
             dg = torch.empty_like(self.sums) if self.by_channel else self._new(tiles, self.B, self.T, self.H)
         for mild, chunks in ((True, 1), (False, GROUP)) if self.by_channel else ((True, 1),):
-            grads_kernel[(triton.cdiv(self.num_chunks, chunks) * tiles, self.BH)](
+            grads_kernel[(cdiv(self.num_chunks, chunks) * tiles, self.BH)](
                 q, self.k, self.sums, self.beta, do, self.doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
                 self.scale, self.T, self.B, self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, GATED=self.gated,
-                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, KEYS=triton.next_power_of_2(self.K),
+                ONE_LAYOUT=BK == CHUNK, MILD=mild, CHUNKS=chunks, KEYS=next_power_of_2(self.K),
                 **self.flags, **options.launch,
             )  # fmt: skip
         if dg is not None and not self.by_channel:
@@ -311,7 +312,7 @@ def decay_sums_of(g: Tensor, tuning: DeltaTuning) -> Tensor:
     BK, _ = options.tile(K, K)
     # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
     parts = 0 if triton.knobs.runtime.interpret else 3
-    channel_sums_kernel[(triton.cdiv(T, CHUNK), B * H)](g, sums, T, H, K, C=CHUNK, BK=BK, PARTS=parts, **options.launch)
+    channel_sums_kernel[(cdiv(T, CHUNK), B * H)](g, sums, T, H, K, C=CHUNK, BK=BK, PARTS=parts, **options.launch)
     return sums
 
 

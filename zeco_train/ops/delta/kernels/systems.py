@@ -18,9 +18,9 @@ Decays of a chunk's tokens, of each channel or one a head, as tiles that broadca
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
     decay,
@@ -38,7 +38,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 from zeco_train.ops.scalar_decay.kernels.decays import LEAST, key_head_offset
 
 
-@triton.jit
+@jit
 def channel_sums_kernel(
     g,  # [B, T, H, K] fp32, log-decays
     sums,  # [B, T, H, K] fp32, written: their sums inside chunks, each through the token itself
@@ -60,7 +60,7 @@ def channel_sums_kernel(
         store_tile(sums, sum_tokens(rows[:, None] >= rows[None, :], own, PARTS), start, T, H, K, first_key, C, BK)
 
 
-@triton.jit
+@jit
 def load_decays(
     sums, batch_head, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr, BY_CHANNEL: tl.constexpr
 ):
@@ -80,7 +80,7 @@ def load_decays(
     return through, total
 
 
-@triton.jit
+@jit
 def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Of `load_decays`: decays from the chunk's start through each token, after each to its end, and over all of it.
 
@@ -101,7 +101,7 @@ def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl
 _UNIT: tl.constexpr = tl.constexpr(2.0**10)
 
 
-@triton.jit
+@jit
 def load_strengths(beta, start, T, H, C: tl.constexpr, TOKENS: tl.constexpr):
     """[C], β of a chunk's tokens, of dtype TOKENS, but never 0: what it multiplies is divided by it again.
 
@@ -113,7 +113,7 @@ def load_strengths(beta, start, T, H, C: tl.constexpr, TOKENS: tl.constexpr):
     return tl.maximum(strengths, least, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@jit
 def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr, SOLVING: tl.constexpr):
     """(I + system)⁻¹ of a strictly lower triangular [C, C], fp32; products of numbers in SOLVING."""
     rows = tl.arange(0, C)
@@ -129,7 +129,7 @@ def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr, SOLVING: tl.const
     return inverse * (1.0 / _UNIT)
 
 
-@triton.jit
+@jit
 def systems_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
@@ -221,7 +221,7 @@ def systems_kernel(
     tl.store(inverses + offsets, inverse.to(inverses.dtype.element_ty))
 
 
-@triton.jit
+@jit
 def operands_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]

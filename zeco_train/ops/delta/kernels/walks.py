@@ -18,22 +18,22 @@ States and gradients are fp32 in registers, and in the dtype of the tokens as op
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.systems import border_decays, load_decays
 from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
-@triton.jit
+@jit
 def _load_pairs(pairs, index, C: tl.constexpr):
     """[C, C], number `index` of [.., C, C]."""
     rows = tl.arange(0, C)
     return tl.load(pairs + index * C * C + rows[:, None] * C + rows[None, :])
 
 
-@triton.jit
+@jit
 def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.constexpr):
     """Pointers to the columns of state number `index` in [.., K, V], [BV, BK], and which of them lie inside."""
     keys = tl.arange(0, BK)
@@ -42,7 +42,7 @@ def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.const
     return states + index.to(tl.int64) * K * V + (keys * V)[None, :] + values[:, None], inside
 
 
-@triton.jit
+@jit
 def _load_borders(
     sums, doc_ids, batch_head, index, start, T, K, C: tl.constexpr, BK: tl.constexpr, BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -60,7 +60,7 @@ def _load_borders(
     return from_start, to_end, survives
 
 
-@triton.jit
+@jit
 def forward_walk_kernel(
     keys,  # [B, T, G, K]: k, or k̄ with BY_CHANNEL
     end_keys,  # [B, T, G, K]: k̃, read with BY_CHANNEL
@@ -165,7 +165,7 @@ def forward_walk_kernel(
             tl.store(pointers, state, mask=inside)
 
 
-@triton.jit
+@jit
 def reverse_walk_kernel(
     keys,  # [B, T, G, K]: k, or k̄ with BY_CHANNEL
     end_keys,  # [B, T, G, K]: k̃, read with BY_CHANNEL
@@ -246,7 +246,7 @@ def reverse_walk_kernel(
         tl.store(pointers, grad, mask=inside)
 
 
-@triton.jit
+@jit
 def join_kernel(
     start,  # [B, H, K, V] fp32, read with STARTS
     states,  # [J, B, H, K, V] fp32: of segments, from 0

@@ -12,9 +12,9 @@ difference of larger ones. One program computes all three, so that dS, the large
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
@@ -28,7 +28,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 )
 
 
-@triton.jit
+@jit
 def _leaving_keys(
     k, b, own, end, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
@@ -42,7 +42,7 @@ def _leaving_keys(
     return keys, factors, (keys.to(tl.float32) * factors).to(keys.dtype)
 
 
-@triton.jit
+@jit
 def _decay_grads(staying, leaving, own, C: tl.constexpr, DOCUMENTS: tl.constexpr, PARTS: tl.constexpr):
     """[C, BK], Σ_{i >= t} staying_i + Σ_{j < t} leaving_j. PARTS: see `sum_tokens`."""
     rows = tl.arange(0, C)
@@ -55,7 +55,7 @@ def _decay_grads(staying, leaving, own, C: tl.constexpr, DOCUMENTS: tl.constexpr
     return tl.sum(staying, axis=0)[None, :] + sum_tokens(earlier, leaving - staying, PARTS)
 
 
-@triton.jit
+@jit
 def input_grads_kernel(
     k,  # [B, T, H, K]
     v,  # [B, T, H, V]

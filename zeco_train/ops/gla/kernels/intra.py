@@ -26,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import (
     are_mild,
     decay,
@@ -42,7 +43,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 )
 
 
-@triton.jit
+@jit
 def _join(queries, keys):
     """bf16 queries and keys as upper and lower halves of 32 bits.
 
@@ -55,13 +56,13 @@ def _join(queries, keys):
 
 if triton.knobs.runtime.interpret:
 
-    @triton.jit
+    @jit
     def _take(joined, is_query):
         """fp32 queries or keys of `_join`, by row."""
         return tl.where(is_query[:, None], joined & 0xFFFF0000, joined << 16).to(tl.float32, bitcast=True)
 else:
 
-    @triton.jit
+    @jit
     def _take(joined, is_query):
         """fp32 queries or keys of `_join`, by row: two bytes of it, above two of 0."""
         which = tl.where(is_query, 0x3244, 0x1044)[:, None].to(tl.uint32)
@@ -71,7 +72,7 @@ else:
         )
 
 
-@triton.jit
+@jit
 def _decayed(
     b,
     sums,
@@ -97,7 +98,7 @@ def _decayed(
     return is_query, factors, tokens
 
 
-@triton.jit
+@jit
 def scores_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -156,7 +157,7 @@ def scores_kernel(
     tl.store(scores + rows[:, None] * C + rows[None, :], (total * scale).to(scores.dtype.element_ty))
 
 
-@triton.jit
+@jit
 def _of_values(
     v,
     do,
@@ -191,7 +192,7 @@ def _of_values(
     return grads, turned, state_grads
 
 
-@triton.jit
+@jit
 def _chunk_grads(
     q,
     k,
@@ -301,7 +302,7 @@ def _chunk_grads(
         store_tile(terms, pair_terms, start, T, H, K, first_key, C, BK)
 
 
-@triton.jit
+@jit
 def intra_grads_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.gla.kernels.input_grads import input_grads_kernel
 from zeco_train.ops.gla.kernels.intra import intra_grads_kernel, scores_kernel
 from zeco_train.ops.gla.kernels.outputs import outputs_kernel
@@ -145,7 +145,7 @@ class SegmentKernels:
         self._join_tiles, self._join_options = self._state_tiles(BK, BV), {"BK": BK, "BV": BV, **join.launch}
 
     def _state_tiles(self, BK: int, BV: int) -> int:
-        return triton.cdiv(self.K, BK) * triton.cdiv(self.V, BV)
+        return cdiv(self.K, BK) * cdiv(self.V, BV)
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -197,11 +197,11 @@ class GlaKernels(SegmentKernels):
         super().__init__(k, v, doc_ids, scale, tuning.join)
         self.tuning = tuning
         self.flags["C"] = CHUNK
-        self.num_chunks = triton.cdiv(self.T, CHUNK)
+        self.num_chunks = cdiv(self.T, CHUNK)
         tiles = self._state_tiles(*tuning.local_states.tile(self.K, self.V))
-        segments = max(1, min(self.num_chunks, triton.cdiv(tuning.programs, tiles * self.BH)))
-        self.segment_chunks = triton.cdiv(self.num_chunks, segments)
-        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+        segments = max(1, min(self.num_chunks, cdiv(tuning.programs, tiles * self.BH)))
+        self.segment_chunks = cdiv(self.num_chunks, segments)
+        self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
 
     def local_states(self, x: Tensor, y: Tensor, g: Tensor, *, b: Tensor | None, reverse: bool) -> LocalStates:
         """Walk each segment from zero, then join the segments: of k and v, or in reverse of q and do.
@@ -233,7 +233,7 @@ class GlaKernels(SegmentKernels):
 
     @property
     def _keys(self) -> int:
-        return triton.next_power_of_2(self.K)
+        return next_power_of_2(self.K)
 
     def _joined(self, BK: int) -> bool:
         return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
@@ -252,7 +252,7 @@ class GlaKernels(SegmentKernels):
         """o, [B, T, H, V]; replaces the states at chunk boundaries by the true ones."""
         o, options = torch.empty_like(v), self.tuning.outputs
         BK, BV = options.tile(self.K, self.V)
-        outputs_kernel[(self.num_chunks * triton.cdiv(self.V, BV), self.BH)](
+        outputs_kernel[(self.num_chunks * cdiv(self.V, BV), self.BH)](
             q, v, b, self.doc_ids, scores, local.states, local.log_decays, local.segments.starts, o, self.scale,
             self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
         )  # fmt: skip
@@ -265,7 +265,7 @@ class GlaKernels(SegmentKernels):
         dq, dk, terms = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
         for mild, options, chunks in ((True, self.tuning.mild_grads, 1), (False, self.tuning.intra_grads, GROUP)):
             BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
-            intra_grads_kernel[(triton.cdiv(self.num_chunks, chunks), self.BH)](
+            intra_grads_kernel[(cdiv(self.num_chunks, chunks), self.BH)](
                 q, k, v, b, do, self.doc_ids, states, dq, dk, terms,
                 self.scale, self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV,
                 JOINED=self._joined(BK), ONE_TILE=self.K <= BK, MILD=mild, CHUNKS=chunks, KEYS=self._keys,

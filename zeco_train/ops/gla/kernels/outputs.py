@@ -7,10 +7,10 @@ And one token of the recurrence, whose time is that of reading and writing the s
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, jit, next_power_of_2
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
@@ -22,7 +22,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 )
 
 
-@triton.jit
+@jit
 def outputs_kernel(
     q,  # [B, T, H, K]
     v,  # [B, T, H, V]
@@ -88,7 +88,7 @@ _TILE = 4096
 _WARPS = 4
 
 
-@triton.jit
+@jit
 def step_kernel(
     q,  # [B, H, K]
     k,  # [B, H, K]
@@ -123,6 +123,6 @@ def step_kernel(
 def launch_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, o: Tensor, scale: float) -> None:
     """Launch on contiguous tensors: q, k, g [B, 1, H, K]; v, o [B, 1, H, V]; state [B, H, K, V], updated."""
     B, H, K, V = state.shape
-    BK = triton.next_power_of_2(K)
-    BV = min(triton.next_power_of_2(V), max(1, _TILE // BK))
-    step_kernel[(B * H, triton.cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=_WARPS)
+    BK = next_power_of_2(K)
+    BV = min(next_power_of_2(V), max(1, _TILE // BK))
+    step_kernel[(B * H, cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=_WARPS)

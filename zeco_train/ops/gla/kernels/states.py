@@ -12,9 +12,9 @@ In reverse the same kernel computes the gradients, from the segment's end, with 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
@@ -27,7 +27,7 @@ from zeco_train.ops.gla.kernels.tiles import (
 )
 
 
-@triton.jit
+@jit
 def chunk_states_kernel(
     x,  # [B, T, H, K]: k, or q in reverse
     y,  # [B, T, H, V]: v, or do in reverse
@@ -120,7 +120,7 @@ def chunk_states_kernel(
     tl.store(total_decays + segment_index.to(tl.int64) * K + keys, log_decay, mask=(keys < K) & leads)
 
 
-@triton.jit
+@jit
 def join_segments_kernel(
     totals,  # [J, B, H, K, V] fp32: states of the segments from a zero start; becomes those before each segment
     total_decays,  # [J, B, H, K] fp32: summed g of the segments
@@ -161,7 +161,7 @@ def join_segments_kernel(
     tl.store(log_decay + batch_head * K + keys, running_decay, mask=leads)
 
 
-@triton.jit
+@jit
 def correct_starts_kernel(
     starts,  # [J, B, H, K, V] fp32: states before each segment from a zero start of the rank; becomes the true ones
     before_decays,  # [J, B, H, K] fp32

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
+
 # Factors of e^60 leave room for tokens of 1e12 in fp32 and bf16. Products of a query with a later key, up to e^120, may
 # overflow; they are dropped.
 LARGEST_EXPONENT: tl.constexpr = tl.constexpr(60.0)
@@ -20,37 +22,37 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 if triton.knobs.runtime.interpret:
 
-    @triton.jit
+    @jit
     def decay(x):
         """exp(x), fp32."""
         return tl.exp(x)
 
-    @triton.jit
+    @jit
     def decay_between(x):
         """exp(−|x|), fp32."""
         return tl.exp(-tl.abs(x))
 
-    @triton.jit
+    @jit
     def round_to_bf16(x):
         """fp32 to bf16."""
         return x.to(tl.bfloat16)
 else:
 
-    @triton.jit
+    @jit
     def decay(x):
         """exp(x), fp32; results below 2^-126 are 0. `tl.exp` takes four more instructions to keep these."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], dtype=tl.float32, is_pure=True, pack=1
         )
 
-    @triton.jit
+    @jit
     def decay_between(x):
         """exp(−|x|), fp32, as `decay`; the sign is in the constant: `decay(-tl.abs(x))` would add a subtraction."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [tl.abs(x) * -LOG2_E], dtype=tl.float32, is_pure=True, pack=1
         )
 
-    @triton.jit
+    @jit
     def round_to_bf16(x):
         """fp32 to bf16, two per instruction; Triton takes one instruction each if they are then used separately."""
         return tl.inline_asm_elementwise(
@@ -58,14 +60,14 @@ else:
         )
 
 
-@triton.jit
+@jit
 def head_offset(batch_head, T, H, D):
     """Elements before the first one of a (batch, head) in [B, T, H, D]."""
     batch = batch_head // H
     return batch.to(tl.int64) * T * H * D + (batch_head % H) * D
 
 
-@triton.jit
+@jit
 def load_tile(x, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.constexpr):
     """[C, WIDTH] of one head's tokens from `start` on, columns from `first_column` on; zeros outside."""
     rows = tl.arange(0, C)
@@ -75,7 +77,7 @@ def load_tile(x, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.conste
     return tl.load(pointers, mask=inside, other=0.0)
 
 
-@triton.jit
+@jit
 def store_tile(x, value, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.constexpr):
     """The inverse of `load_tile`, in the dtype of x."""
     rows = tl.arange(0, C)
@@ -85,7 +87,7 @@ def store_tile(x, value, start, T, H, D, first_column, C: tl.constexpr, WIDTH: t
     tl.store(pointers, value.to(x.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def load_last_row(b, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.constexpr):
     """[WIDTH], b at the chunk's last token: its summed log-decay."""
     last = tl.minimum(start + C, T) - 1
@@ -93,7 +95,7 @@ def load_last_row(b, start, T, H, D, first_column, C: tl.constexpr, WIDTH: tl.co
     return tl.load(b + last.to(tl.int64) * H * D + columns, mask=columns < D, other=0.0)
 
 
-@triton.jit
+@jit
 def load_rows(b, rows, start, T, H, D, first_column, WIDTH: tl.constexpr):
     """[len(rows), WIDTH], b at the given tokens of the chunk."""
     columns = first_column + tl.arange(0, WIDTH)
@@ -102,14 +104,14 @@ def load_rows(b, rows, start, T, H, D, first_column, WIDTH: tl.constexpr):
     return tl.load(pointers, mask=inside, other=0.0)
 
 
-@triton.jit
+@jit
 def split_pairs(shift, C: tl.constexpr):
     """[C, C], the pairs, in either order, that are split by blocks of 2^shift tokens (ops/gla/kernels/intra.py)."""
     block = tl.arange(0, C) >> shift
     return (block ^ 1)[:, None] == block[None, :]
 
 
-@triton.jit
+@jit
 def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
     """For blocks of 2^shift tokens: [C], which tokens lie in later blocks; [C, BK], decays to their pair's middle."""
     block = tl.arange(0, C) >> shift
@@ -118,7 +120,7 @@ def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK:
     return (block & 1) == 1, factors
 
 
-@triton.jit
+@jit
 def are_mild(b, first_chunk, T, H, K, C: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr):
     """Whether in all of these chunks decays to and from the middle token are at least e^-`LARGEST_EXPONENT`.
 
@@ -135,7 +137,7 @@ def are_mild(b, first_chunk, T, H, K, C: tl.constexpr, CHUNKS: tl.constexpr, KEY
     return tl.max(tl.maximum(tl.abs(first - middle), tl.abs(middle - last))) <= LARGEST_EXPONENT
 
 
-@triton.jit
+@jit
 def from_middle(b, sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
     """[C, BK] fp32, sums less those of the chunk's middle token; 0 past the end."""
     columns = first_key + tl.arange(0, BK)
@@ -144,7 +146,7 @@ def from_middle(b, sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.cons
     return tl.where((tl.arange(0, C) < T - start)[:, None], sums - reference[None, :], 0.0)
 
 
-@triton.jit
+@jit
 def laid_out_like(x, product):
     """x, in the register layout of a matrix product of the same shape.
 
@@ -155,7 +157,7 @@ def laid_out_like(x, product):
     return tl.where(never, product.to(x.dtype), x)
 
 
-@triton.jit
+@jit
 def load_doc_ids(doc_ids, start, T, C: tl.constexpr):
     """[C] doc_ids of the chunk's tokens (−1 past the end), that before the chunk, and that of its last token."""
     rows = tl.arange(0, C)
@@ -165,7 +167,7 @@ def load_doc_ids(doc_ids, start, T, C: tl.constexpr):
     return own, before, end
 
 
-@triton.jit
+@jit
 def sum_tokens(which, x, PARTS: tl.constexpr):
     """[C, WIDTH], for each row of the mask `which` [C, C] the sum of those tokens of x [C, WIDTH], fp32.
 
@@ -186,7 +188,7 @@ def sum_tokens(which, x, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit
+@jit
 def state_pointers(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     """Pointers to a [BK, BV] tile of state number `index` in [.., K, V], and which of them lie inside."""
     keys = first_key + tl.arange(0, BK)
@@ -195,7 +197,7 @@ def state_pointers(states, index, K, V, first_key, first_value, BK: tl.constexpr
     return states + index.to(tl.int64) * K * V + (keys * V)[:, None] + values[None, :], inside
 
 
-@triton.jit
+@jit
 def load_corrected(
     states, log_decays, incoming, index, segment_index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr
 ):
@@ -209,7 +211,7 @@ def load_corrected(
     return local + survives[:, None] * before
 
 
-@triton.jit
+@jit
 def resize_kernel(x, y, count, WIDTH: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr):
     """Copy rows of WIDTH numbers to rows of NEW, cut or filled with zeros, `count` numbers in all; BLOCK a program."""
     first = tl.program_id(0).to(tl.int64) * BLOCK

@@ -11,47 +11,20 @@ for several heads, and adds up dq and dk in their order. `states_kernel` of the 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_tile, state_pointers, store_tile
+from zeco_train.kernels import jit
+from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
 
 
-@triton.jit
+@jit
 def _load_state(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
-@triton.jit
-def _load_documents(doc_ids, start, T, C: tl.constexpr):
-    """[C] doc_ids of a chunk's tokens (−1 past the end), that before the chunk, and that of its last token."""
-    rows = start + tl.arange(0, C)
-    own = tl.load(doc_ids + rows, mask=rows < T, other=-1)
-    before = tl.load(doc_ids + tl.minimum(start, T) - 1, mask=start > 0, other=0)
-    return own, before, tl.load(doc_ids + tl.minimum(start + C, T) - 1)
-
-
-@triton.jit
-def _load_factors(
-    decays, documents, batch_head, start, T, H, C: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr
-):
-    """Of a head and a chunk: decays of its tokens since before it, and until its end, and that over the chunk."""
-    rate = load_rate(decays, batch_head, H, FIXED)
-    sums, last = load_sums(decays, rate, batch_head, start, T, C, FIXED)
-    from_start, to_end, total = decay(sums), decay(last - sums), decay(last)
-    if DOCUMENTS:
-        own, before, end = documents[0], documents[1], documents[2]
-        from_start = tl.where(own == before, from_start, 0.0)
-        to_end = tl.where(own == end, to_end, 0.0)
-        total = tl.where(before == end, total, 0.0)
-    # A chunk past the end has no tokens.
-    exists = start < T
-    return tl.where(exists, from_start, 0.0), to_end, tl.where(exists, total, 1.0)
-
-
-@triton.jit
+@jit
 def _load_decays(
     decays, documents, batch_head, start, T, H,
     C: tl.constexpr, REVERSE: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -71,14 +44,14 @@ def _load_decays(
     return decay(tl.where(visible, exponents, float("-inf"))), from_state, from_grad
 
 
-@triton.jit
+@jit
 def chunks_kernel(
     queries,  # [B, T, G, D]: q, or k in reverse
     keys,  # [B, T, G, D]: k, or q in reverse
     values,  # [B, T, H, W]: v, or do in reverse
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
-    states,  # [N / EVERY + 1, B, H, D, W]: true states every EVERY chunks, or in reverse their gradients
+    states,  # [N + 1, B, H, D, W]: true states at the boundaries of chunks, or in reverse their gradients
     outputs,  # [B, T, H, W], written
     scale,
     T,
@@ -88,7 +61,6 @@ def chunks_kernel(
     W: tl.constexpr,
     BH,
     C: tl.constexpr,
-    EVERY: tl.constexpr,
     BD: tl.constexpr,
     BW: tl.constexpr,
     HEADS: tl.constexpr,
@@ -103,31 +75,22 @@ def chunks_kernel(
     chunk = tl.program_id(0) // tiles
     start = chunk * C
     first_head = tl.program_id(1) * HEADS
-    documents = _load_documents(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
+    documents = load_doc_ids(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
     of_group = key_head_offset(first_head, T, H, G, D)
-    if EVERY > 1:
-        # of two chunks between stored states, the one that sees the other
-        sees = chunk % 2 == (0 if REVERSE else 1)
-        others, end_of_seen = (chunk ^ 1) * C, tl.where(sees, T, 0)
-        their_documents = _load_documents(doc_ids, others, T, C) if DOCUMENTS else (0, 0, 0)
     if D <= BD:
         query = load_tile(queries + of_group, start, T, G, D, 0, C, BD)
         key = load_tile(keys + of_group, start, T, G, D, 0, C, BD)
         products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        if EVERY > 1:
-            key = load_tile(keys + of_group, others, end_of_seen, G, D, 0, C, BD)
-            crossing = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     # Nothing is computed before the loop for all of its rounds, here and below: it would not fit into registers.
     for number in tl.range(HEADS, disable_licm=True):
         batch_head = first_head + number
         of_head = head_offset(batch_head, T, H, W)
-        index = (chunk // EVERY + (1 if REVERSE else 0)).to(tl.int64) * BH + batch_head
+        index = (chunk + 1 if REVERSE else chunk).to(tl.int64) * BH + batch_head
         if D <= BD:
             value = load_tile(values + of_head, start, T, H, W, first_column, C, BW)
             state = _load_state(states, index, D, W, 0, first_column, BD, BW)
         else:
             products = tl.zeros([C, C], tl.float32)
-            crossing = tl.zeros([C, C], tl.float32)
             carried = tl.zeros([C, BW], tl.float32)
             for first in range(0, D, BD):
                 query = load_tile(queries + of_group, start, T, G, D, first, C, BD)
@@ -135,9 +98,6 @@ def chunks_kernel(
                 state = _load_state(states, index, D, W, first, first_column, BD, BW)
                 products = tl.dot(query, tl.trans(key), products, input_precision=PRECISION)
                 carried = tl.dot(query, state, carried, input_precision=PRECISION)
-                if EVERY > 1:
-                    key = load_tile(keys + of_group, others, end_of_seen, G, D, first, C, BD)
-                    crossing = tl.dot(query, tl.trans(key), crossing, input_precision=PRECISION)
         factors, from_state, from_grad = _load_decays(
             decays, documents, batch_head, start, T, H, C, REVERSE, FIXED, DOCUMENTS
         )
@@ -145,23 +105,13 @@ def chunks_kernel(
             carried = tl.dot(query, state, input_precision=PRECISION)
         else:
             value = load_tile(values + of_head, start, T, H, W, first_column, C, BW)
-        factor = from_grad if REVERSE else from_state
-        if EVERY > 1:
-            from_start, to_end, total = _load_factors(
-                decays, their_documents, batch_head, others, T, H, C, FIXED, DOCUMENTS
-            )
-            seen = load_tile(values + of_head, others, end_of_seen, H, W, first_column, C, BW)
-            seen_weights = crossing * (factor * scale)[:, None] * (from_start if REVERSE else to_end)[None, :]
-            factor *= tl.where(sees, total, 1.0)
-        carried *= (factor if REVERSE else factor * scale)[:, None]
+        carried *= (from_grad if REVERSE else from_state * scale)[:, None]
         weights = (products * (factors * scale)).to(value.dtype)
         result = tl.dot(weights, value, carried, input_precision=PRECISION)
-        if EVERY > 1:
-            result = tl.dot(seen_weights.to(value.dtype), seen, result, input_precision=PRECISION)
         store_tile(outputs + of_head, result, start, T, H, W, first_column, C, BW)
 
 
-@triton.jit
+@jit
 def _split_product(x, y, always, PRECISION: tl.constexpr):
     """Compute x · y, [M, N], by parts of it for eight warps.
 
@@ -175,7 +125,7 @@ def _split_product(x, y, always, PRECISION: tl.constexpr):
     return total
 
 
-@triton.jit
+@jit
 def grads_kernel(
     queries,  # [B, T, G, K]
     keys,  # [B, T, G, K]
@@ -183,8 +133,8 @@ def grads_kernel(
     output_grads,  # [B, T, H, V]
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
-    states,  # [N / EVERY + 1, B, H, K, V]: true states every EVERY chunks
-    state_grads,  # [N / EVERY + 1, B, H, K, V]: their gradients
+    states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks
+    state_grads,  # [N + 1, B, H, K, V]: their gradients
     dq,  # [B, T, H / HEADS, K], written, as are all that follow
     dk,  # [B, T, H / HEADS, K]
     dv,  # [B, T, H, V], of K <= BK
@@ -198,7 +148,6 @@ def grads_kernel(
     V: tl.constexpr,
     BH,
     C: tl.constexpr,
-    EVERY: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     HEADS: tl.constexpr,
@@ -219,18 +168,13 @@ def grads_kernel(
     start = chunk * C
     head_set = tl.program_id(1)
     first_head = head_set * HEADS
-    documents = _load_documents(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
+    documents = load_doc_ids(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
     of_group = key_head_offset(first_head, T, H, G, K)
     dq += head_offset(head_set, T, H // HEADS, K)
     dk += head_offset(head_set, T, H // HEADS, K)
     query = load_tile(queries + of_group, start, T, G, K, first_key, C, BK)
     key = load_tile(keys + of_group, start, T, G, K, first_key, C, BK)
     products = _split_product(query, tl.trans(key), start < T, PRECISION) * scale
-    if EVERY > 1:
-        # The other chunk lies between this one and the state before it, or else the gradient of the state after it.
-        is_later, others = chunk % 2 == 1, (chunk ^ 1) * C
-        their_documents = _load_documents(doc_ids, others, T, C) if DOCUMENTS else (0, 0, 0)
-        crossing = load_tile(tl.where(is_later, keys, queries) + of_group, others, T, G, K, first_key, C, BK)
     # dq and dk are multiplied by the scale at last, but dS contains it.
     inverse = tl.where(scale == 0.0, 0.0, 1.0 / scale)
     query_grad = tl.zeros([BK, C], tl.float32)
@@ -239,15 +183,10 @@ def grads_kernel(
     for number in tl.range(HEADS, disable_licm=True):
         batch_head = first_head + number
         of_head = head_offset(batch_head, T, H, V)
-        index = (chunk // EVERY).to(tl.int64) * BH + batch_head
+        index = chunk.to(tl.int64) * BH + batch_head
         factors, from_state, from_grad = _load_decays(
             decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS
         )
-        if EVERY > 1:
-            from_start, to_end, total = _load_factors(
-                decays, their_documents, batch_head, others, T, H, C, FIXED, DOCUMENTS
-            )
-            crossing_factor = tl.where(is_later, to_end, from_start * scale)
         weights = tl.trans((products * factors).to(query.dtype))
         of_pairs = tl.zeros([C], tl.float32)
         of_queries = tl.zeros([C], tl.float32)
@@ -257,13 +196,6 @@ def grads_kernel(
             grad = load_tile(output_grads + of_head, start, T, H, V, first, C, BV)
             state = _load_state(states, index, K, V, first_key, first, BK, BV)
             state_grad = _load_state(state_grads, index + BH, K, V, first_key, first, BK, BV)
-            if EVERY > 1:
-                x = load_tile(tl.where(is_later, values, output_grads) + of_head, others, T, H, V, first, C, BV)
-                x = (x.to(tl.float32) * crossing_factor[:, None]).to(x.dtype)
-                added = tl.dot(tl.trans(crossing), x, input_precision=PRECISION)
-                moved = tl.where(is_later, state, state_grad).to(tl.float32) * total + added
-                moved = moved.to(state.dtype)
-                state, state_grad = tl.where(is_later, moved, state), tl.where(is_later, state_grad, moved)
             if HEADS == 1 and not TERMS:
                 of_heads = tl.dot(grad, tl.trans(value), of_heads, input_precision=PRECISION)
             else:
@@ -306,7 +238,7 @@ def grads_kernel(
     store_tile(dk, tl.trans(key_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
 
 
-@triton.jit
+@jit
 def key_tiles_kernel(
     queries,  # [B, T, G, K]
     keys,  # [B, T, G, K]
@@ -337,7 +269,7 @@ def key_tiles_kernel(
     """One program computes dq, dk and dv of one chunk and head, by tiles of K, where V <= BV; no terms of dg."""
     chunk, batch_head = tl.program_id(0), tl.program_id(1)
     start = chunk * C
-    documents = _load_documents(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
+    documents = load_doc_ids(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
     of_group, of_head = key_head_offset(batch_head, T, H, G, K), head_offset(batch_head, T, H, V)
     dq += head_offset(batch_head, T, H, WIDTH)
     dk += head_offset(batch_head, T, H, WIDTH)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import decay, load_doc_ids
 
 # exp is 0 in fp32 from here on, and a reset written as −1e9 would leave the sums after it no digits.
@@ -30,13 +31,13 @@ LEAST: tl.constexpr = tl.constexpr(-104.0)
 
 if triton.knobs.runtime.interpret:
 
-    @triton.jit
+    @jit
     def _product(x, y):
         """Compute x · y in fp32."""
         return x * y
 else:
 
-    @triton.jit
+    @jit
     def _product(x, y):
         """Compute x · y, rounded to fp32: fused with a later subtraction, equal sums would differ by their rounding."""
         return tl.inline_asm_elementwise(
@@ -44,7 +45,7 @@ else:
         )
 
 
-@triton.jit
+@jit
 def decay_sums_kernel(
     g,  # [B, T, H] fp32, log-decays
     sums,  # [B, H, T] fp32, written: their sums inside chunks, each through the token itself
@@ -66,7 +67,7 @@ def decay_sums_kernel(
     tl.store(sums + (batch * H + heads)[None, :] * T + offsets[:, None], total.to(tl.float32), mask=inside)
 
 
-@triton.jit
+@jit
 def load_rate(decays, batch_head, H, FIXED: tl.constexpr):
     """The log-decay of every token of a head, if it is FIXED, else 0, not used."""
     if FIXED:
@@ -74,7 +75,7 @@ def load_rate(decays, batch_head, H, FIXED: tl.constexpr):
     return 0.0
 
 
-@triton.jit
+@jit
 def load_sums_of(decays, rate, batch_head, start, rows, T, C: tl.constexpr, FIXED: tl.constexpr):
     """Log-decay from the start of a chunk through these of its tokens, past the end that through the last.
 
@@ -86,14 +87,14 @@ def load_sums_of(decays, rate, batch_head, start, rows, T, C: tl.constexpr, FIXE
     return tl.load(decays + batch_head.to(tl.int64) * T + start + rows)
 
 
-@triton.jit
+@jit
 def load_sums(decays, rate, batch_head, start, T, C: tl.constexpr, FIXED: tl.constexpr):
     """[C], `load_sums_of` all tokens of a chunk; and that through the last."""
     own = load_sums_of(decays, rate, batch_head, start, tl.arange(0, C), T, C, FIXED)
     return own, load_sums_of(decays, rate, batch_head, start, C - 1, T, C, FIXED)
 
 
-@triton.jit
+@jit
 def key_head_offset(batch_head, T, H, GROUPS, D):
     """`head_offset` of the tensor [B, T, GROUPS, D] that serves head `batch_head` of H."""
     batch = batch_head // H
@@ -105,13 +106,13 @@ def key_head_offset(batch_head, T, H, GROUPS, D):
 LEAST_SURVIVING: tl.constexpr = tl.constexpr(-17.3287)
 
 
-@triton.jit
+@jit
 def _add_joined(later, is_last_later, own, is_last):
     """Add to a token's own number the sum of those after it, unless it is the last of its sum."""
     return own + tl.where(is_last != 0, 0.0, later), is_last | is_last_later
 
 
-@triton.jit
+@jit
 def decay_grads_kernel(
     query_sums,  # [QUERY_TILES, B, H, T] fp32: q · dq
     key_sums,  # [KEY_TILES, B, H, T] fp32: k · dk

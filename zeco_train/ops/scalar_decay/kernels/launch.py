@@ -23,9 +23,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segments
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
@@ -54,7 +54,6 @@ class ScalarDecayTuning:
         states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
             at once; None: walks compute outputs and gradients, each with states of its own.
         key_tiles: of the kernel in place of `grads` where decays are fixed and its tile holds all values.
-        every: chunks between two of these states, 1 or 2; a divisor of `span`.
         walks_forward: outputs are computed by walks all the same.
     """
 
@@ -70,7 +69,6 @@ class ScalarDecayTuning:
     programs: int = 264
     states: TileOptions | None = None
     key_tiles: TileOptions | None = None
-    every: int = 1
     walks_forward: bool = False
 
 
@@ -170,16 +168,16 @@ class ScalarDecayKernels(SegmentKernels):
         super().__init__(k, v, doc_ids, scale, tuning.join)
         self.decays, self.tuning, self.fixed = decays, tuning, fixed
         self.flags |= {"C": tuning.chunk, "FIXED": fixed}
-        self.num_chunks = triton.cdiv(self.T, tuning.chunk)
+        self.num_chunks = cdiv(self.T, tuning.chunk)
         # As many segments as fill the chip at once; a few programs more would take twice as long.
         if tuning.states is None:
-            columns = triton.cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
+            columns = cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
         else:
             columns = self._state_tiles(*self._tile(tuning.states, self.K, self.V))
         segments = max(1, tuning.programs // (columns * self.BH))
-        self.num_spans = triton.cdiv(self.num_chunks, tuning.span)
-        self.segment_chunks = triton.cdiv(self.num_spans, min(segments, self.num_spans)) * tuning.span
-        self.num_segments = triton.cdiv(self.num_chunks, self.segment_chunks)
+        self.num_spans = cdiv(self.num_chunks, tuning.span)
+        self.segment_chunks = cdiv(self.num_spans, min(segments, self.num_spans)) * tuning.span
+        self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
 
     def _tile(self, options: TileOptions, depth: int, width: int) -> tuple[int, int]:
         return options.tile(depth, width, NARROWEST[self.dtype])
@@ -196,13 +194,12 @@ class ScalarDecayKernels(SegmentKernels):
     ) -> tuple[Tensor, Tensor | None]:
         """By chunks, of the true states that segments start from, those at all boundaries, in reverse their gradients.
 
-        [N / every + 1, B, H, K, V] in the dtype of the tokens; with `others`, the states, also <S, dS>,
-        [tiles, N / span, B, H] fp32.
+        [N + 1, B, H, K, V] in the dtype of the tokens; with `others`, the states, also [tiles, N / span, B, H] fp32,
+        <S, dS>.
         """
         options = self.tuning.states
         assert options is not None
-        boundaries = triton.cdiv(self.num_chunks, self.tuning.every) + 1
-        terms, states = None, self._new(boundaries, *starts.shape[1:], dtype=self.dtype)
+        terms, states = None, self._new(self.num_chunks + 1, *starts.shape[1:], dtype=self.dtype)
         if others is not None:
             tiles = self._state_tiles(*self._tile(options, self.K, self.V))
             terms = self._new(tiles, self.num_spans, self.B, self.H)
@@ -226,8 +223,8 @@ class ScalarDecayKernels(SegmentKernels):
         states_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
             keys, values, self.decays, self.doc_ids, starts, segment_decays, states, others, terms, self.scale,
             self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, SPAN=self.tuning.span, EVERY=self.tuning.every, REVERSE=reverse,
-            BOUNDARIES=states is not None, TERMS=terms is not None, **self.flags, **options.launch,
+            BK=BK, BV=BV, SPAN=self.tuning.span, REVERSE=reverse, BOUNDARIES=states is not None,
+            TERMS=terms is not None, **self.flags, **options.launch,
         )  # fmt: skip
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
@@ -277,15 +274,15 @@ class ScalarDecayKernels(SegmentKernels):
             return self._grads_by_keys(options, q, k, v, do, states, grads, unpadded or self.K)
         options = self.tuning.grads
         BK, BV = self._tile(options, self.K, self.V)
-        tiles = triton.cdiv(self.K, BK)
+        tiles = cdiv(self.K, BK)
         heads = self._heads(2 * self.num_chunks * tiles, self.H)  # of eight warps, one a multiprocessor
         dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
         dv = torch.empty_like(v) if tiles == 1 else self._chunks(self.tuning.value_grads, k, q, do, grads, reverse=True)
         of_pairs, of_state = (None if self.fixed else self._new(tiles, self.B, self.H, self.T) for _ in range(2))
         grads_kernel[(self.num_chunks * tiles, self.BH // heads)](
             q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, of_pairs, of_state, self.scale, self.T,
-            self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, HEADS=heads, TERMS=not self.fixed,
-            EVERY=self.tuning.every, **self.flags, **options.launch,
+            self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, HEADS=heads, TERMS=not self.fixed, **self.flags,
+            **options.launch,
         )  # fmt: skip
         dq, dk = sum_heads(dq, self.G), sum_heads(dk, self.G)
         if of_pairs is None or of_state is None:
@@ -316,8 +313,8 @@ class ScalarDecayKernels(SegmentKernels):
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
         assert of_keys.boundary_terms is not None
         dg = self._new(self.B, self.T, self.H)
-        heads = min(_HEADS_OF_GRADS, triton.next_power_of_2(self.H))
-        decay_grads_kernel[(self.num_spans, self.B, triton.cdiv(self.H, heads))](
+        heads = min(_HEADS_OF_GRADS, next_power_of_2(self.H))
+        decay_grads_kernel[(self.num_spans, self.B, cdiv(self.H, heads))](
             of_queries.sums, of_keys.sums, of_keys.state_sums, of_keys.boundary_terms, self.decays, self.doc_ids, dg,
             self.T, self.H, self.BH, self.num_spans, C=self.tuning.chunk, SPAN=self.tuning.span,
             QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0],
@@ -327,7 +324,7 @@ class ScalarDecayKernels(SegmentKernels):
         return dg
 
     def _row_sums(self, options: TileOptions) -> Tensor:
-        return self._new(triton.cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
+        return self._new(cdiv(self.K, self._tile(options, self.V, self.K)[1]), self.B, self.H, self.T)
 
     def _walk(
         self,
@@ -346,7 +343,7 @@ class ScalarDecayKernels(SegmentKernels):
         (query_heads, depth), (value_heads, width) = queries.shape[2:], values.shape[2:]
         BD, BW = self._tile(options, depth, width)
         outputs = self._new(self.B, self.T, self.H, width, dtype=self.dtype)
-        walk_kernel[(triton.cdiv(width, BW), self.BH, self.num_segments)](
+        walk_kernel[(cdiv(width, BW), self.BH, self.num_segments)](
             queries, keys, values, extra, self.decays, self.doc_ids, starts, outputs, *(terms or (None,) * 4),
             self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH, self.num_chunks,
             self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span, TURNED=turned, REVERSE=reverse,
@@ -359,13 +356,13 @@ class ScalarDecayKernels(SegmentKernels):
     ) -> Tensor:
         """[B, T, H, V]."""
         BD, BW = self._tile(options, self.K, self.V)
-        blocks = triton.cdiv(self.V, BW) * self.num_chunks
+        blocks = cdiv(self.V, BW) * self.num_chunks
         heads = self._heads(blocks, _SHARING) if self.K <= BD else 1
         outputs = torch.empty_like(values)
         chunks_kernel[(blocks, self.BH // heads)](
             queries, keys, values, self.decays, self.doc_ids, states, outputs, self.scale, self.T, self.H, self.G,
-            self.K, self.V, self.BH, BD=BD, BW=BW, HEADS=heads, REVERSE=reverse, EVERY=self.tuning.every,
-            **self.flags, **options.launch,
+            self.K, self.V, self.BH, BD=BD, BW=BW, HEADS=heads, REVERSE=reverse, **self.flags,
+            **options.launch,
         )  # fmt: skip
         return outputs
 
@@ -380,8 +377,8 @@ def decay_sums(g: Tensor, chunk: int) -> Tensor:
     """[B, H, T] fp32: sums of g [B, T, H], contiguous, inside chunks."""
     B, T, H = g.shape
     sums = torch.empty((B, H, T), dtype=torch.float32, device=g.device)
-    heads = min(_HEADS_OF_SUMS, triton.next_power_of_2(H))
-    decay_sums_kernel[(triton.cdiv(T, chunk), B, triton.cdiv(H, heads))](g, sums, T, H, C=chunk, HEADS=heads)
+    heads = min(_HEADS_OF_SUMS, next_power_of_2(H))
+    decay_sums_kernel[(cdiv(T, chunk), B, cdiv(H, heads))](g, sums, T, H, C=chunk, HEADS=heads)
     return sums
 
 

@@ -31,21 +31,21 @@ or from the true one to write it at all boundaries of chunks, for `zeco_train.op
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rate, load_sums
 
 
-@triton.jit
+@jit
 def _store_if(where, states, index, state, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     if where:
         pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
         tl.store(pointers, state.to(states.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _store_boundary_term(
     where, target, states, index, grad, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr
 ):
@@ -55,7 +55,7 @@ def _store_boundary_term(
         tl.store(target, tl.sum(tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * grad))
 
 
-@triton.jit
+@jit
 def states_kernel(
     keys,  # [B, T, G, K]: k, or q in reverse
     values,  # [B, T, H, V]: v, or do in reverse
@@ -63,8 +63,8 @@ def states_kernel(
     doc_ids,  # [T] int32, read with DOCUMENTS
     totals,  # [J, B, H, K, V] fp32: from a zero start, written; with BOUNDARIES true states before segments, read
     total_decays,  # [J, B, H, K] fp32, written unless BOUNDARIES
-    states,  # [N / EVERY + 1, B, H, K, V], with BOUNDARIES written: every EVERY chunks; in reverse not the first
-    others,  # [N / EVERY + 1, B, H, K, V]: S, read with TERMS
+    states,  # [N + 1, B, H, K, V], with BOUNDARIES written: at all boundaries; in reverse not at the first
+    others,  # [N + 1, B, H, K, V]: S, read with TERMS
     boundary_terms,  # [tiles, N / SPAN, B, H] fp32, written with TERMS: <S, dS> after every SPAN chunks
     scale,
     T,
@@ -79,7 +79,6 @@ def states_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     SPAN: tl.constexpr,
-    EVERY: tl.constexpr,
     REVERSE: tl.constexpr,
     BOUNDARIES: tl.constexpr,
     TERMS: tl.constexpr,
@@ -112,16 +111,14 @@ def states_kernel(
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
         start = chunk * C
-        boundary = (chunk // EVERY + (1 if REVERSE else 0)).to(tl.int64) * BH + batch_head
+        boundary = (chunk + 1 if REVERSE else chunk).to(tl.int64) * BH + batch_head
         if TERMS:
             is_border = ((chunk + 1) % SPAN == 0) | (chunk + 1 == num_chunks)
             term = boundary_terms + (chunk // SPAN) * BH + batch_head
             _store_boundary_term(is_border, term, others, boundary, state, K, V, first_key, first_value, BK, BV)
         if BOUNDARIES:
-            is_stored = (EVERY == 1) | ((chunk + 1 if REVERSE else chunk) % EVERY == 0)
-            if REVERSE:
-                is_stored = is_stored | (chunk + 1 == num_chunks)
-            _store_if(is_stored, states, boundary, state, K, V, first_key, first_value, BK, BV)
+            target, own = state_pointers(states, boundary, K, V, first_key, first_value, BK, BV)
+            tl.store(target, state.to(states.dtype.element_ty), mask=own)
         sums, total = load_sums(decays, rate, batch_head, start, T, C, FIXED)
         key = load_tile(keys, start, T, G, K, first_key, C, BK)
         value = load_tile(values, start, T, H, V, first_value, C, BV)
@@ -137,7 +134,7 @@ def states_kernel(
         log_decay += total
 
     if BOUNDARIES and not REVERSE:
-        boundary = tl.cdiv(end_chunk, EVERY).to(tl.int64) * BH + batch_head
+        boundary = end_chunk.to(tl.int64) * BH + batch_head
         _store_if(end_chunk == num_chunks, states, boundary, state, K, V, first_key, first_value, BK, BV)
     if not BOUNDARIES:
         pointers, inside = state_pointers(totals, segment_index, K, V, first_key, first_value, BK, BV)
@@ -148,7 +145,7 @@ def states_kernel(
         tl.store(pointers, tl.zeros([BK], tl.float32) + log_decay, mask=leads)
 
 
-@triton.jit
+@jit
 def walk_kernel(
     queries,  # [B, T, QUERY_HEADS, D]: x
     keys,  # [B, T, QUERY_HEADS, D]: w
