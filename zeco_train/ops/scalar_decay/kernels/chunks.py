@@ -5,9 +5,9 @@ The same sums as of a walk (`zeco_train.ops.scalar_decay.kernels.walk`), for the
     y_i = scale · Σ_j L_ij (x_i · w_j) z_j         tokens of the same chunk as they are, all others by the state Σ w zᵀ
 
 `chunks_kernel` computes BW columns of o or dv of a chunk; `grads_kernel` dq, dk and, of K <= BK, dv, which share what
-they read and both matrices of pairs; `key_tiles_kernel` all three for any K, of few values and fixed decays. Where heads
-share keys, one program computes the products of queries and keys once for several heads, and adds up their pairs, dq
-and dk in their order. `states_kernel` of the walks writes the states.
+they read and both matrices of pairs; `key_tiles_kernel` all three for any K, of few values and fixed decays. Where
+heads share keys, one program computes the products of queries and keys once for several heads, and adds up their pairs,
+dq and dk in their order. `states_kernel` of the walks writes the states.
 """
 
 from __future__ import annotations
