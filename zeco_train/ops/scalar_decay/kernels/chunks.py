@@ -6,8 +6,8 @@ The same sums as of a walk (`zeco_train.ops.scalar_decay.kernels.walk`), for the
 
 `chunks_kernel` computes BW columns of o or dv of a chunk; `grads_kernel` dq, dk and, of K <= BK, dv, which share what
 they read and both matrices of pairs; `key_tiles_kernel` all three for any K, of few values and fixed decays. Where
-heads share keys, one program computes the products of queries and keys once for several heads, and adds up their pairs,
-dq and dk in their order. `states_kernel` of the walks writes the states.
+heads share keys, one program computes the products of queries and keys once for several heads, and adds up dq and dk in
+their order. `states_kernel` of the walks writes the states.
 """
 
 from __future__ import annotations
@@ -180,7 +180,6 @@ def grads_kernel(
     inverse = tl.where(scale == 0.0, 0.0, 1.0 / scale)
     query_grad = tl.zeros([BK, C], tl.float32)
     key_grad = tl.zeros([BK, C], tl.float32)
-    of_heads = tl.zeros([C, C], tl.float32)
     for number in tl.range(HEADS, disable_licm=True):
         batch_head = first_head + number
         of_head = head_offset(batch_head, T, H, V)
@@ -189,18 +188,18 @@ def grads_kernel(
             decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS
         )
         weights = tl.trans((products * factors).to(query.dtype))
+        pairs = tl.zeros([C, C], tl.float32)
         of_pairs = tl.zeros([C], tl.float32)
-        of_queries = tl.zeros([C], tl.float32)
         of_state = tl.zeros([C], tl.float32)
         for first in tl.range(0, V, BV, disable_licm=True):
             value = load_tile(values + of_head, start, T, H, V, first, C, BV)
             grad = load_tile(output_grads + of_head, start, T, H, V, first, C, BV)
             state = _load_state(states, index, K, V, first_key, first, BK, BV)
             state_grad = _load_state(state_grads, index + BH, K, V, first_key, first, BK, BV)
-            if HEADS == 1 and not TERMS:
-                of_heads = tl.dot(grad, tl.trans(value), of_heads, input_precision=PRECISION)
-            else:
+            if V <= BV:
                 pairs = _split_product(grad, tl.trans(value), start < T, PRECISION)
+            else:
+                pairs = tl.dot(grad, tl.trans(value), pairs, input_precision=PRECISION)
             carried = tl.dot(key, state_grad, input_precision=PRECISION)
             if TERMS:
                 of_state += tl.sum(value.to(tl.float32) * carried, axis=1)
@@ -211,30 +210,22 @@ def grads_kernel(
                 store_tile(dv + of_head, result, start, T, H, V, first, C, BV)
             if TERMS:
                 carried = tl.dot(query, state, input_precision=PRECISION)
-                of_queries += tl.sum(grad.to(tl.float32) * carried, axis=1)
+                of_pairs += tl.sum(grad.to(tl.float32) * carried, axis=1)
             weighted = (grad.to(tl.float32) * from_state[:, None]).to(grad.dtype)
             query_grad = tl.dot(state, tl.trans(weighted), query_grad, input_precision=PRECISION)
             weighted = (value.to(tl.float32) * (from_grad * inverse)[:, None]).to(value.dtype)
             key_grad = tl.dot(state_grad, tl.trans(weighted), key_grad, input_precision=PRECISION)
-            if HEADS > 1 or TERMS:
-                pairs *= factors
-                of_heads += pairs
-            if TERMS:
-                both = pairs * products
-                of_pairs += tl.sum(both, axis=1) - tl.sum(both, axis=0)
+        pairs *= factors
         if TERMS:
-            of_pairs += of_queries * (from_state * scale)
+            both = pairs * products
+            of_pairs = of_pairs * (from_state * scale) + tl.sum(both, axis=1) - tl.sum(both, axis=0)
             rows = tl.arange(0, C)
             place = (tile * BH + batch_head).to(tl.int64) * T + start + rows
             tl.store(pair_sums + place, of_pairs, mask=rows < T - start)
             tl.store(state_sums + place, of_state * from_grad, mask=rows < T - start)
-    if HEADS == 1 and not TERMS:
-        # Loaded once more: the decays of a single head would not fit into registers during the loop.
-        factors, _, _ = _load_decays(decays, documents, first_head, start, T, H, C, False, FIXED, DOCUMENTS)
-        of_heads *= factors
-    of_heads = of_heads.to(query.dtype)
-    query_grad = tl.dot(tl.trans(key), tl.trans(of_heads), query_grad, input_precision=PRECISION)
-    key_grad = tl.dot(tl.trans(query), of_heads, key_grad, input_precision=PRECISION)
+        pairs = pairs.to(query.dtype)
+        query_grad = tl.dot(tl.trans(key), tl.trans(pairs), query_grad, input_precision=PRECISION)
+        key_grad = tl.dot(tl.trans(query), pairs, key_grad, input_precision=PRECISION)
     store_tile(dq, tl.trans(query_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
     store_tile(dk, tl.trans(key_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
 
