@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pkgutil import resolve_name
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,7 +43,7 @@ BORDERS = (0, 40, 64, 65, 100)
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
     "gla, one token": KernelCase("gla", 1),
-    "gla, segments and documents": KernelCase("gla", 130, (1, 2, 2, 5, 7), 3.3, (0, 70), changes=FEW),
+    "gla, segments and documents": KernelCase("gla", 130, (1, 2, 2, 5, 7), 3.3, (0, 70, 128), changes=FEW),
     "gla, odd sizes": KernelCase("gla", 150, (2, 2, 2, 5, 7), 1.0, changes=FEW),
     "gla, tiles of K and V": KernelCase("gla", 200, (1, 1, 1, 40, 48), changes=FEW),
     "gla, strong decays": KernelCase("gla", 130, rate=50.0),
@@ -55,7 +54,6 @@ SMALL = {
     "gla, one document, that continues": KernelCase("gla", 100, documents=(0,)),
     # A tile has at least 64 keys in bf16, 32 in fp32: padded keys must not contribute.
     "gla, 16 keys": KernelCase("gla", 200, (1, 2, 2, 16, 64), documents=(0, 70, 128)),
-    "gla, dv apart": KernelCase("gla", 150, (1, 2, 2, 32, 48), documents=(0, 70), changes=(("fused", False),)),
     "gla, 48 keys": KernelCase("gla", 130, (1, 2, 2, 48, 64), 1.0, (0, 100)),
     "scalar, one token": KernelCase("scalar_decay", 1),
     "scalar, two groups": KernelCase("scalar_decay", 40, (1, 2, 4, 8, 24), documents=(0, 20), changes=SHORTEST),
@@ -130,7 +128,7 @@ SMALL = {
     "conv, a token less than the state": KernelCase("short_conv", 2, (1, 4, 5), documents=(0, 1)),
     "conv, as long as the state": KernelCase("short_conv", 3, (2, 4, 5)),
 }
-# Three chunks, of which the first two are a segment; both kinds of chunks; a border inside of one; groups; batches.
+# Three chunks, of which the first two are a segment; both kinds of chunks; borders of documents; groups; batches.
 QUICK = {
     "decays": [
         "gla, segments and documents",
@@ -377,18 +375,13 @@ def test_miscompiled_tile_sizes_are_never_requested(K: int, monkeypatch: pytest.
     from zeco_train.ops.gla.kernels import launch
 
     kernels = Recorder(), Recorder()
-    for name, kernel in zip(("intra_grads_kernel", "input_grads_kernel"), kernels, strict=True):
+    for name, kernel in zip(("plain_grads_kernel", "other_grads_kernel"), kernels, strict=True):
         monkeypatch.setattr(launch, name, kernel)
     q = torch.empty(1, 64, 1, K, dtype=torch.bfloat16)
     v, b, narrow = torch.empty(1, 64, 1, 16, dtype=torch.bfloat16), q.float(), launch.TileOptions(16, 16, 4, 1)
-    local: Any = SimpleNamespace(states=v, log_decays=b, segments=SimpleNamespace(starts=b))
-    narrowed = launch.GlaTuning(intra_grads=narrow, mild_grads=narrow, input_grads=narrow)
-    for options in (launch.options_for(q), narrowed):
+    for options in (launch.options_for(q), launch.GlaTuning(plain_grads=narrow, other_grads=narrow)):
         launcher = launch.GlaKernels(q, v, None, 1.0, options)
-        launcher.intra_grads(q, q, v, b, v, v)
-        launcher.input_grads(q, v, b, v, v, v, local, b, q)
-        for kernel, flag in zip(kernels, ("ONE_TILE", "FUSED"), strict=True):
-            for constants in kernel.launches:
-                assert min(constants["BK"], constants["BV"]) >= 64
-                assert constants[flag] == (constants["BK"] >= K)
-    assert [len(kernel.launches) for kernel in kernels] == [4, 2]
+        launcher.grads(q, q, v, b, v, launch.WalkOperands(q, q, b, b), v, v)
+        for kernel in kernels:
+            assert all(min(constants["BK"], constants["BV"]) >= 64 for constants in kernel.launches)
+    assert [len(kernel.launches) for kernel in kernels] == [2, 2]

@@ -47,8 +47,10 @@ CASES = [
 # Convolutions have neither heads nor decays.
 OF_WIDE = [(64, 64, BF16, FP64, False), (64, 64, FP32, BF16, False)]
 WIDE_HEADS = [(256, 512, BF16, FP32), (257, 64, FP32, FP32), (64, 513, BF16, FP32)]
+SERVED = [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)]
 TABLE = {
-    **{name: [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)] for name in ("gla", "hgrn")},
+    "hgrn": SERVED,
+    "gla": [*SERVED, (512, 1088, BF16, FP32, True), (513, 64, BF16, FP32, False)],
     "short_conv": CASES,
     "unmasked": [(*case[:4], False) for case in CASES],
     **{name: [*CASES, *OF_WIDE, *((*case, case[:2] == (256, 512)) for case in WIDE_HEADS)] for name in LIMITED},
@@ -111,7 +113,7 @@ def test_fake_tensors_on_a_cpu_keep_what_an_assumed_gpu_keeps() -> None:
 
 def test_options_of_kernels_are_of_the_assumed_architecture() -> None:
     k = torch.empty(1, 1, 1, 128, dtype=BF16)
-    for architecture, key in (((9, 0), ((9, 0), BF16, 128)), ((8, 0), (None, BF16, 256))):
+    for architecture, key in (((9, 0), ((9, 0), BF16, 128)), ((8, 0), (None, BF16, 128))):
         with assume(Target("cuda", architecture)):
             assert launch.options_for(k) is launch.KEPT[key]
 

@@ -20,10 +20,13 @@ pytestmark = pytest.mark.campaign
 COMPILED = {
     "gla, sm_90": (90, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 64, 128)), 7),
     "gla, sm_90, the widest heads": (90, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 256, 512), 0.2, (0, 70)), 7),
+    "gla, sm_90, all keys": (90, torch.bfloat16, KernelCase("gla", 192, (1, 1, 1, 512, 1024), 0.2, (0, 70)), 7),
+    "gla, sm_90, all keys in fp32": (90, torch.float32, KernelCase("gla", 192, (1, 1, 1, 512, 512)), 7),
     "gla, sm_90, fp32": (90, torch.float32, KernelCase("gla", 192, (1, 2, 2, 64, 128), 0.2, (0, 70)), 7),
     "gla, sm_90, few values": (90, torch.bfloat16, KernelCase("gla", 63, (1, 2, 2, 64, 8)), 7),
     "gla, sm_90, odd": (90, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 40, 24), 0.2, (0, 70)), 7),
     "gla, sm_80": (80, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 64, 128), 0.2, (0, 70)), 7),
+    "gla, sm_80, all keys": (80, torch.bfloat16, KernelCase("gla", 192, (1, 2, 2, 512, 512), 0.2, (0, 70)), 7),
     "scalar, sm_90": (90, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 2, 2, 64, 64)), 6),
     "fixed, sm_90, the widest heads": (90, torch.bfloat16, KernelCase("fixed_decay", 512, (1, 1, 2, 256, 256)), 6),
     "fixed, sm_90, fp32": (90, torch.float32, KernelCase("fixed_decay", 512, (1, 2, 2, 128, 128), 0.2, (0, 70)), 4),

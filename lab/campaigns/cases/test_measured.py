@@ -47,7 +47,7 @@ LAUNCHED_CASES: list[tuple[list[str], float, float | None]] = [
     (_h200(2, 16, "sp=dp", model="retnet_1b"), 35.96, None),
 ]
 
-# With all states kept, replayed as CUDA graphs (lab/results/model_*.json): the present kernels.
+# Replayed as CUDA graphs (lab/results/model_*.json), with kernels of gla that kept all states.
 HYBRID = "model.attn.every=4"
 REPLAYED_CASES: list[tuple[list[str], float, float | None]] = [
     (_h200(1, 2, "sp=dp"), 24.89, None),

@@ -42,7 +42,7 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, sc
     On CUDA one kernel, which is not tuned and compiles in a second, so a process's first token is not delayed.
     """
     if STEP_KERNELS.serves(q, v, g):
-        from zeco_train.ops.gla.kernels.outputs import launch_step  # imports Triton
+        from zeco_train.ops.gla.kernels.states import launch_step  # imports Triton
 
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         # Triton launches on the current device.
@@ -67,7 +67,7 @@ GLA = Operator(
     about="Gated linear attention, a decay for each channel of the keys (Yang et al. 2023, arXiv 2312.06635)."
     "\n\n    S_t = exp(g_t) ⊙_K S_{t-1} + k_t v_tᵀ,    o_t = scale · q_tᵀ S_t",
     cuda="zeco_train.ops.gla.kernels.launch:CUDA",
-    kernels=KernelRule(),
+    kernels=KernelRule(largest=(512, 65536)),
     step_kernels=STEP_KERNELS,
     # 0.745 ms for 16,384 tokens and 16 heads, 0.274 of them forward (docs/benchmarks.md); 60.7 ms for 4,096 tokens and
     # 4 heads on two CPU cores.

@@ -1,14 +1,14 @@
 """Gated linear attention on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32.
 
 Forward                                                        Backward
-  local states, by segments → S_loc, G_tot                       local state gradients, by segments → D_loc
-  | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ dq, part of dk
-  true states that segments start from; outputs                  true gradients at segments' ends; dv, dk, dg
+  decayed q and k; states of segments → S_loc, G_tot             gradients of segments → D_loc
+  | scan over ranks ‖ scores inside chunks                       | scan over ranks ‖ states at chunks
+  true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
 passed between segments or ranks are fp32. Saved for the backward pass are b, the sums of g inside chunks, in place of
-g, and in the dtype of the inputs the scores and the states at chunk boundaries: 64 and K·V/64 numbers per token and
-head. The kernels also run on a CPU under Triton's interpreter, in fp32.
+g; in the dtype of the inputs the decayed q and k, and the scores, 64 numbers per token and head; and the true states
+that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums.
 """
@@ -22,14 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeco_train.kernels import cdiv, next_power_of_2
-from zeco_train.ops.gla.kernels.input_grads import input_grads_kernel
-from zeco_train.ops.gla.kernels.intra import intra_grads_kernel, scores_kernel
-from zeco_train.ops.gla.kernels.outputs import outputs_kernel
-from zeco_train.ops.gla.kernels.states import chunk_states_kernel, correct_starts_kernel, join_segments_kernel
+from zeco_train.kernels import cdiv
+from zeco_train.ops.gla.kernels.grads import other_grads_kernel, plain_grads_kernel
+from zeco_train.ops.gla.kernels.intra import scores_kernel
+from zeco_train.ops.gla.kernels.states import correct_starts_kernel, join_segments_kernel, operands_kernel, walk_kernel
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
+
+# Largest K. A walk that computes outputs holds all K rows of its columns of the state.
+LARGEST_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
@@ -37,53 +39,48 @@ class GlaTuning:
     """Options of each kernel, by its name.
 
     Attributes:
-        fused: `input_grads_kernel` is fused if possible.
-        programs: number of programs that saturates the chip in the walks over chunks.
+        sums, walk, states: of the walks for the segments' sums, for o and dv, and for the states alone.
+        programs: of a walk for o, at most, if there are segments: those that one wave has room for.
     """
 
-    local_states: TileOptions = TileOptions(32, 128, 4, 3)
-    scores: TileOptions = TileOptions(64, 64, 4, 1, 168)
-    intra_grads: TileOptions = TileOptions(64, 64, 8, 1)
-    mild_grads: TileOptions = TileOptions(64, 64, 8, 1)
-    outputs: TileOptions = TileOptions(32, 128, 4, 2, 168)
-    input_grads: TileOptions = TileOptions(64, 64, 4, 1)
+    operands: TileOptions = TileOptions(64, 64, 4, 1)
+    sums: TileOptions = TileOptions(64, 64, 4, 3)
+    scores: TileOptions = TileOptions(64, 64, 4, 3)
+    walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
+    states: TileOptions = TileOptions(64, 64, 4, 3)
+    plain_grads: TileOptions = TileOptions(64, 64, 4, 3)
+    other_grads: TileOptions = TileOptions(64, 64, 8, 1)
     join: TileOptions = TileOptions(64, 64, 4, 1)
-    fused: bool = True
     programs: int = 264
 
 
-_UP_TO_64 = GlaTuning(
-    local_states=TileOptions(64, 128, 4, 2),
-    intra_grads=TileOptions(64, 64, 4, 1),
-    mild_grads=TileOptions(64, 128, 4, 1),
-    input_grads=TileOptions(64, 128, 4, 1),
-)
-
-# In the order of key dims. Measured per kernel on an H200 at 16k tokens: K64 V128 H16 and K128 V128 H16; without mild
-# chunks also K256 V512 H4, and scores K32 V64 H32. The rest is by analogy, with as many values per thread, and by the
-# compiler's register counts.
 KEPT: dict[Key, GlaTuning] = {
-    ((9, 0), torch.bfloat16, 32): replace(_UP_TO_64, scores=TileOptions(32, 64, 4, 1, 128)),
-    ((9, 0), torch.bfloat16, 64): _UP_TO_64,
-    ((9, 0), torch.bfloat16, 128): GlaTuning(
-        scores=TileOptions(64, 64, 4, 1),
-        intra_grads=TileOptions(128, 64, 8, 1),
-        mild_grads=TileOptions(128, 64, 8, 2),
-        input_grads=TileOptions(128, 64, 8, 1),
+    ((9, 0), torch.bfloat16, 64): GlaTuning(
+        operands=TileOptions(32, 64, 4, 1, 128),
+        scores=TileOptions(64, 64, 4, 1, 168),
+        walk=TileOptions(LARGEST_HEAD_DIM, 128, 4, 2),
         programs=256,
     ),
-    ((9, 0), torch.bfloat16, 256): GlaTuning(programs=256),
-    # GPUs without an entry. If products take their operands from registers (sm_8x, sm_12x), the fused loop needs three
-    # times the available registers, according to the compiler; this entry spills almost nothing. Never measured.
-    (None, torch.bfloat16, 256): GlaTuning(input_grads=TileOptions(64, 64, 8, 1), fused=False),
+    ((9, 0), torch.bfloat16, 128): GlaTuning(
+        sums=TileOptions(64, 128, 4, 3),
+        scores=TileOptions(128, 64, 4, 1),
+        walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 3),
+        programs=128,
+    ),
+    ((9, 0), torch.bfloat16, 256): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2), programs=128),
+    ((9, 0), torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 64, 8, 1), programs=132),
+    (None, torch.bfloat16, 128): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
+    (None, torch.bfloat16, 256): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 32, 4, 1)),
+    (None, torch.bfloat16, 512): GlaTuning(walk=TileOptions(LARGEST_HEAD_DIM, 16, 8, 1)),
     # fp32 tiles are twice as large, and a product in three tf32 parts holds more of them at once
-    ((9, 0), torch.float32, 256): GlaTuning(
-        local_states=TileOptions(32, 32, 4, 2),
+    ((9, 0), torch.float32, 512): GlaTuning(
+        operands=TileOptions(32, 32, 4, 1),
+        sums=TileOptions(32, 32, 4, 2),
         scores=TileOptions(32, 32, 4, 1),
-        intra_grads=TileOptions(32, 32, 4, 1),
-        mild_grads=TileOptions(32, 32, 4, 1),
-        outputs=TileOptions(32, 64, 4, 1),
-        input_grads=TileOptions(32, 32, 4, 1),
+        walk=TileOptions(LARGEST_HEAD_DIM, 16, 8, 1),
+        states=TileOptions(32, 32, 4, 2),
+        plain_grads=TileOptions(32, 32, 4, 1),
+        other_grads=TileOptions(32, 32, 4, 1),
     ),
 }
 
@@ -94,13 +91,12 @@ CHUNK = 64
 # CUDA's limit on the second and third dimension of a grid.
 MOST_HEADS = 65_535
 # Tiles of the gradient kernels, and of `scores_kernel` along K, have a verified minimum width; columns beyond K are
-# zeros. In bf16, tiles of 32 keys make Triton 3.6 compile intra_grads_kernel to wrong gradients (K 32) or illegal
-# memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined, and
-# input_grads_kernel was not tried with them.
+# zeros. In bf16, tiles of 32 keys made Triton 3.6 compile the products of an earlier gradient kernel to wrong gradients
+# (K 32) or illegal memory accesses (K 64), whether joined or not; scores_kernel was correct with them when not joined.
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
-# Chunks of a program for those that are not mild; without any, it ends after one check.
+# Chunks of a program for those that are not plain; without any, it ends after their checks.
 GROUP = 4
 
 
@@ -182,12 +178,13 @@ class SegmentKernels:
         )  # fmt: skip
 
 
-class LocalStates(NamedTuple):
-    """States before the chunks, or in reverse gradients after them, from the zero start (end) of their segment."""
+class WalkOperands(NamedTuple):
+    """See `zeco_train.ops.gla.kernels.states.operands_kernel`."""
 
-    states: Tensor  # [N, B, H, K, V] in the dtype of the inputs
-    log_decays: Tensor  # [N, B, H, K] fp32, from the segment's start to each boundary
-    segments: Segments
+    queries: Tensor  # [B, T, H, K] in the dtype of the inputs
+    keys: Tensor  # [B, T, H, K]
+    factors: Tensor  # [N, B, H, 4, K] fp32
+    plain: Tensor  # [N, B, H] int32
 
 
 class GlaKernels(SegmentKernels):
@@ -196,105 +193,127 @@ class GlaKernels(SegmentKernels):
     def __init__(self, k: Tensor, v: Tensor, doc_ids: Tensor | None, scale: float, tuning: GlaTuning) -> None:
         super().__init__(k, v, doc_ids, scale, tuning.join)
         self.tuning = tuning
-        self.flags["C"] = CHUNK
+        self._documents, self._precision = ({name: self.flags[name]} for name in ("DOCUMENTS", "PRECISION"))
         self.num_chunks = cdiv(self.T, CHUNK)
-        tiles = self._state_tiles(*tuning.local_states.tile(self.K, self.V))
-        segments = max(1, min(self.num_chunks, cdiv(tuning.programs, tiles * self.BH)))
+        tiles = self._state_tiles(*tuning.walk.tile(self.K, self.V))
+        segments = max(1, min(self.num_chunks, tuning.programs // (tiles * self.BH)))
         self.segment_chunks = cdiv(self.num_chunks, segments)
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
-
-    def local_states(self, x: Tensor, y: Tensor, g: Tensor, *, b: Tensor | None, reverse: bool) -> LocalStates:
-        """Walk each segment from zero, then join the segments: of k and v, or in reverse of q and do.
-
-        `b` is the output for the cumulative sums of g inside chunks; None: g already holds those sums.
-        """
-        segments, segment_decays = self._new_segments()
-        states = self._new(*self.states_shape, dtype=self.dtype)
-        log_decays = self._new(self.num_chunks, self.B, self.H, self.K)
-        options = self.tuning.local_states
-        BK, BV = options.tile(self.K, self.V)
-        chunk_states_kernel[(self._state_tiles(BK, BV), self.num_segments, self.BH)](
-            x, y, g, b, self.doc_ids, states, log_decays, segments.starts, segment_decays, self.scale,
-            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, REVERSE=reverse, CUMULATED=b is None, **self.flags, **options.launch,
-        )  # fmt: skip
-        self._join(segments, segment_decays, reverse)
-        return LocalStates(states, log_decays, segments)
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
         """(N, B, H, C, C)."""
         return self.num_chunks, self.B, self.H, CHUNK, CHUNK
 
-    @property
-    def states_shape(self) -> tuple[int, ...]:
-        """(N, B, H, K, V)."""
-        return self.num_chunks, self.B, self.H, self.K, self.V
+    def operands_like(self, k: Tensor) -> WalkOperands:
+        """Not yet written."""
+        chunks = self.num_chunks, self.B, self.H
+        return WalkOperands(
+            torch.empty_like(k, memory_format=torch.contiguous_format),
+            torch.empty_like(k, memory_format=torch.contiguous_format),
+            self._new(*chunks, 4, self.K), self._new(*chunks, dtype=torch.int32),
+        )  # fmt: skip
 
-    @property
-    def _keys(self) -> int:
-        return next_power_of_2(self.K)
+    def operands(self, q: Tensor, k: Tensor, g: Tensor, b: Tensor) -> WalkOperands:
+        """Of the walks; `b` is written, the cumulative sums of g inside chunks."""
+        found, options = self.operands_like(k), self.tuning.operands
+        BK, _ = options.tile(self.K, self.V)
+        operands_kernel[(self.num_chunks, self.BH)](
+            q, k, g, self.doc_ids, b, *found, self.scale, self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK,
+            **self._documents, **options.launch,
+        )  # fmt: skip
+        return found
+
+    def segments(self, operands: WalkOperands, y: Tensor, *, reverse: bool) -> Segments:
+        """Walk each segment from zero, then join the segments: of k* and v, or in reverse of q* and do."""
+        segments, segment_decays = self._new_segments()
+        self._walk(operands, y, segments, self.tuning.sums, segment_decays, reverse=reverse)
+        self._join(segments, segment_decays, reverse)
+        return segments
+
+    def outputs(
+        self, operands: WalkOperands, y: Tensor, scores: Tensor, segments: Segments, *, states: Tensor | None = None
+    ) -> Tensor:
+        """o, [B, T, H, V], from the true states that segments start from; with `states` dv, and X' of the chunks."""
+        o = torch.empty_like(y)
+        self._walk(
+            operands, y, segments, self.tuning.walk, scores=scores, o=o, states=states, reverse=states is not None
+        )
+        return o
+
+    def states(self, operands: WalkOperands, v: Tensor, segments: Segments) -> Tensor:
+        """X of the chunks, from the true states that segments start from."""
+        states = self.new_states()
+        self._walk(operands, v, segments, self.tuning.states, states=states, reverse=False)
+        return states
+
+    def new_states(self) -> Tensor:
+        """[N, B, H, V, K] in the dtype of the inputs, not yet written."""
+        return self._new(self.num_chunks, self.B, self.H, self.V, self.K, dtype=self.dtype)
+
+    def _walk(
+        self,
+        operands: WalkOperands,
+        y: Tensor,
+        segments: Segments,
+        options: TileOptions,
+        segment_decays: Tensor | None = None,
+        *,
+        reverse: bool,
+        scores: Tensor | None = None,
+        o: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> None:
+        BK, BV = options.tile(self.K, self.V)
+        pair = operands.queries, operands.keys
+        walk_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
+            *(pair[::-1] if reverse else pair), y, scores, operands.factors, segments.starts, segment_decays, o, states,
+            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, C=CHUNK, BK=BK, BV=BV,
+            REVERSE=reverse, SUMS=segment_decays is not None, OUTPUTS=o is not None, STATES=states is not None,
+            **self._precision, **options.launch,
+        )  # fmt: skip
 
     def _joined(self, BK: int) -> bool:
         return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
 
-    def scores(self, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-        """[N, B, H, C, C]; undefined above the diagonal."""
+    def scores(self, q: Tensor, k: Tensor, b: Tensor, operands: WalkOperands) -> Tensor:
+        """[N, B, H, C, C], 0 above the diagonal."""
         scores, options = self._new(*self.scores_shape, dtype=self.dtype), self.tuning.scores
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
         scores_kernel[(self.num_chunks, self.BH)](
-            q, k, b, self.doc_ids, scores, self.scale, self.T, self.H, self.K, self.BH, BK=BK, JOINED=self._joined(BK),
-            KEYS=self._keys, **self.flags, **options.launch,
+            q, k, b, operands.queries, operands.keys, operands.plain, self.doc_ids, scores, self.scale,
+            self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK, JOINED=self._joined(BK), **self.flags, **options.launch,
         )  # fmt: skip
         return scores
 
-    def outputs(self, q: Tensor, v: Tensor, b: Tensor, scores: Tensor, local: LocalStates) -> Tensor:
-        """o, [B, T, H, V]; replaces the states at chunk boundaries by the true ones."""
-        o, options = torch.empty_like(v), self.tuning.outputs
-        BK, BV = options.tile(self.K, self.V)
-        outputs_kernel[(self.num_chunks * cdiv(self.V, BV), self.BH)](
-            q, v, b, self.doc_ids, scores, local.states, local.log_decays, local.segments.starts, o, self.scale,
-            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV, **self.flags, **options.launch,
-        )  # fmt: skip
-        return o
-
-    def intra_grads(
-        self, q: Tensor, k: Tensor, v: Tensor, b: Tensor, do: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq; intra-chunk dk; q ⊙ dq − k ⊙ dk of that dk."""
-        dq, dk, terms = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
-        for mild, options, chunks in ((True, self.tuning.mild_grads, 1), (False, self.tuning.intra_grads, GROUP)):
-            BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
-            intra_grads_kernel[(cdiv(self.num_chunks, chunks), self.BH)](
-                q, k, v, b, do, self.doc_ids, states, dq, dk, terms,
-                self.scale, self.T, self.H, self.K, self.V, self.BH, BK=BK, BV=BV,
-                JOINED=self._joined(BK), ONE_TILE=self.K <= BK, MILD=mild, CHUNKS=chunks, KEYS=self._keys,
-                **self.flags, **options.launch,
-            )  # fmt: skip
-        return dq, dk, terms
-
-    def input_grads(
+    def grads(
         self,
+        q: Tensor,
         k: Tensor,
         v: Tensor,
         b: Tensor,
         do: Tensor,
-        scores: Tensor,
+        operands: WalkOperands,
         states: Tensor,
-        local: LocalStates,
-        terms: Tensor,
-        dk: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """dv; dg; completes dk."""
-        dv, dg, options = torch.empty_like(v), torch.empty_like(b), self.tuning.input_grads
+        state_grads: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dg."""
+        dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
+        queries, keys, factors, plain = operands
+        found = states, state_grads, dq, dk, dg, self.scale, self.T, self.H, self.K, self.V, self.BH
+        options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
-        input_grads_kernel[(self.num_chunks, self.BH)](
-            k, v, b, do, self.doc_ids, scores, states, local.states, local.log_decays,
-            local.segments.starts, terms, dk, dv, dg,
-            self.T, self.H, self.K, self.V, self.BH, self.segment_chunks, BK=BK, BV=BV,
-            FUSED=self.tuning.fused and self.K <= BK, **self.flags, **options.launch,
+        plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
+            queries, keys, v, b, do, plain, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
+            **self._precision, **options.launch,
         )  # fmt: skip
-        return dv, dg
+        options = self.tuning.other_grads
+        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
+        other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
+            q, k, v, b, do, self.doc_ids, plain, factors, *found, C=CHUNK, BK=BK, BV=BV,
+            SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
+        )  # fmt: skip
+        return dq, dk, dg
 
 
 class _GlaKernelForward(ForwardBase):
@@ -303,17 +322,18 @@ class _GlaKernelForward(ForwardBase):
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
         self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
-        self._local = self._launcher.local_states(self._k, self._v, dense(g), b=self._b, reverse=False)
-        self.state, self.transition = self._local.segments.state, self._local.segments.log_decay
+        self._operands = self._launcher.operands(self._q, self._k, dense(g), self._b)
+        self._segments = self._launcher.segments(self._operands, self._v, reverse=False)
+        self.state, self.transition = self._segments.state, self._segments.log_decay
 
     def overlap(self) -> None:
-        self._scores = self._launcher.scores(self._q, self._k, self._b)
+        self._scores = self._launcher.scores(self._q, self._k, self._b, self._operands)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        self._launcher.correct(self._local.segments, incoming_state, "incoming_state")
-        # Not g too: in fp32 it is as large as bf16 q and k together. The true states serve in place of R.
-        self.saved = self._b, self._local.states, self._scores
-        return self._launcher.outputs(self._q, self._v, self._b, self._scores, self._local)
+        self._launcher.correct(self._segments, incoming_state, "incoming_state")
+        # Not g too: in fp32 it is as large as bf16 q and k together. True states serve in place of R.
+        self.saved = self._b, *self._operands, self._scores, self._segments.starts
+        return self._launcher.outputs(self._operands, self._v, self._scores, self._segments)
 
 
 class _GlaKernelBackward(BackwardBase):
@@ -321,21 +341,22 @@ class _GlaKernelBackward(BackwardBase):
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
         self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, self.do))
-        self._states, self._scores = self.saved
+        *found, self._scores, self._starts = self.saved
+        self._operands = WalkOperands(*found)
         self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
-        self._local = self._launcher.local_states(self._q, self._do, self._b, b=None, reverse=True)
-        self.state_grad = self._local.segments.state
+        self._segments = self._launcher.segments(self._operands, self._do, reverse=True)
+        self.state_grad = self._segments.state
 
     def overlap(self) -> None:
-        inputs = self._q, self._k, self._v, self._b, self._do, self._states
-        self._dq, self._dk, self._terms = self._launcher.intra_grads(*inputs)
+        self._states = self._launcher.states(self._operands, self._v, replace(self._segments, starts=self._starts))
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        self._launcher.correct(self._local.segments, incoming_grad, "incoming_grad")
-        dv, dg = self._launcher.input_grads(
-            self._k, self._v, self._b, self._do, self._scores, self._states, self._local, self._terms, self._dk
-        )
-        return self._dq, self._dk, dv, dg
+        self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
+        grads = self._launcher.new_states()
+        dv = self._launcher.outputs(self._operands, self._do, self._scores, self._segments, states=grads)
+        inputs = self._q, self._k, self._v, self._b, self._do
+        dq, dk, dg = self._launcher.grads(*inputs, self._operands, self._states, grads)
+        return dq, dk, dv, dg
 
 
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -343,7 +364,8 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # For the shapes only, which do not depend on documents or the scale.
     launcher = GlaKernels(k, v, None, 1.0, options_for(k))
     b = torch.empty_like(g, memory_format=torch.contiguous_format)
-    return b, k.new_empty(launcher.states_shape), k.new_empty(launcher.scores_shape)
+    starts = k.new_empty(launcher.starts_shape, dtype=torch.float32)
+    return b, *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts
 
 
 CUDA = with_padded_heads(

@@ -198,20 +198,6 @@ def state_pointers(states, index, K, V, first_key, first_value, BK: tl.constexpr
 
 
 @jit
-def load_corrected(
-    states, log_decays, incoming, index, segment_index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr
-):
-    """A [BK, BV] tile of the true state, fp32: states[index] + exp(log_decays[index]) ⊙ incoming[segment_index]."""
-    pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
-    local = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    pointers, _ = state_pointers(incoming, segment_index, K, V, first_key, first_value, BK, BV)
-    before = tl.load(pointers, mask=inside, other=0.0)
-    keys = first_key + tl.arange(0, BK)
-    survives = decay(tl.load(log_decays + index.to(tl.int64) * K + keys, mask=keys < K, other=0.0))
-    return local + survives[:, None] * before
-
-
-@jit
 def resize_kernel(x, y, count, WIDTH: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr):
     """Copy rows of WIDTH numbers to rows of NEW, cut or filled with zeros, `count` numbers in all; BLOCK a program."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
