@@ -175,8 +175,9 @@ class ScalarDecayKernels(SegmentKernels):
         self.decays, self.tuning, self.fixed = decays, tuning, fixed
         self.flags |= {"C": tuning.chunk, "FIXED": fixed}
         self.num_chunks = cdiv(self.T, tuning.chunk)
-        # As many segments as fill the chip at once; a few programs more would take twice as long.
-        if tuning.states is None:
+        # As many segments as fill the chip at once, in walks of outputs if there are any, which take longest; a few
+        # programs more would take twice as long.
+        if tuning.states is None or tuning.walks_forward:
             columns = cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
         else:
             columns = self._state_tiles(*self._tile(tuning.states, self.K, self.V))
@@ -276,7 +277,7 @@ class ScalarDecayKernels(SegmentKernels):
         """
         grads, boundary_terms = self.true_states(q, do, starts, reverse=True, others=None if self.fixed else states)
         if (options := self.tuning.key_tiles) is not None:
-            BK, BV = options.tile(self.K, self.V)
+            BK, BV = options.keys, self._tile(options, self.K, self.V)[1]
             width = self.K if unpadded is None else unpadded
             dq, dk = (self._new(self.B, self.T, self.H, width, dtype=self.dtype) for _ in range(2))
             dv = torch.empty_like(v)
