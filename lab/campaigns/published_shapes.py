@@ -92,7 +92,7 @@ def call_of(case: Case) -> Callable[[], tuple[Tensor, ...]]:
     leaves = [values[name].requires_grad_(name != "log_decay") for name in names]
     wanted = [x for x in leaves if x.requires_grad]
     documents = [list(case.documents)] if case.documents else None
-    position = SequencePosition((0, case.T), documents=documents, exchange=local_exchange())
+    position = SequencePosition((0, case.T), documents=documents, exchange=local_exchange()).on(leaves[0])
 
     def call() -> tuple[Tensor, ...]:
         o, _ = mix(case.operator, leaves, position)

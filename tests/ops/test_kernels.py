@@ -39,6 +39,7 @@ ONE_SEGMENT = (("programs", 1), ("span", 2))
 # All chunks at once, from stored states: tiles of K and V, two heads of a group a program.
 _TILES = {name: TileOptions(16, 16, 4, 1) for name in ("outputs", "value_grads", "grads")}
 BY_CHUNKS = (("states", TileOptions(32, 16, 4, 1)), *_TILES.items(), ("chunk", 32), ("span", 2))
+_NARROW_KEYS = TileOptions(16, 32, 4, 1)
 BORDERS = (0, 40, 64, 65, 100)
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
@@ -76,9 +77,12 @@ SMALL = {
         40,
         (1, 2, 4, 8, 24),
         documents=(0, 20),
-        changes=(*BY_CHUNKS, ("programs", 1), ("walks_forward", True), ("grads", TileOptions(16, 32, 4, 1))),
+        changes=(*BY_CHUNKS, ("programs", 1), ("walks_forward", True), ("grads", _NARROW_KEYS)),
     ),
     "fixed, by chunks": KernelCase("fixed_decay", 40, (1, 2, 2, 40, 72), changes=(*BY_CHUNKS, ("programs", 264))),
+    "fixed, by tiles of keys": KernelCase(
+        "fixed_decay", 75, (1, 1, 2, 33, 24), 0.2, (0, 16, 40), changes=(*BY_CHUNKS, ("key_tiles", _NARROW_KEYS))
+    ),
     "scalar, by chunks, sums of heads": KernelCase(
         "scalar_decay", 70, (2, 1, 4, 40, 24), changes=(*BY_CHUNKS, ("chunk", 16), ("programs", 16))
     ),
@@ -123,7 +127,9 @@ SMALL = {
 }
 # Three chunks, of which the first two are a segment; both kinds of chunks; borders of documents; groups; batches.
 QUICK = {
-    "decays": ["gla, segments and documents", "scalar, two groups", "fixed", "scalar, by chunks"],
+    "decays": [
+        *("gla, segments and documents", "scalar, two groups", "fixed", "scalar, by chunks", "fixed, by tiles of keys"),
+    ],
     "delta rules": ["kda, documents", "gated, groups, batches"],
     "elementwise": [
         *("hgrn, several runs", "hgrn, documents", "hgrn, one token", "conv, documents at the edges of runs"),
@@ -324,6 +330,23 @@ def test_sums_of_decays_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """A decay is a difference of two of them."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert run_distributed(_ulps_of_sums, 1, fresh=True)[0] <= 0.5
+
+
+def _wrongly_resized(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    from zeco_train.ops.gla.kernels.tiles import resize_kernel
+
+    found = []
+    for rows, width, new in ((50, 33, 48), (50, 48, 33), (1, 17, 32)):
+        x, y = torch.randn(rows, width), torch.full((rows, new), torch.nan)
+        resize_kernel[(rows * new // 256 + 1,)](x, y, y.numel(), width, new, 256)
+        if not torch.equal(y, torch.nn.functional.pad(x, [0, new - width])):
+            found.append((rows, width, new))
+    return found
+
+
+def test_rows_are_cut_and_filled_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_wrongly_resized, 1, fresh=True) == [[]]
 
 
 class Recorder:

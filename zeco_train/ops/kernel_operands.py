@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from zeco_train.ops.passes import BackwardBase, BackwardPass, ForwardBase, Forwa
 
 # Head dims are multiples of it, in elements; tensors start at multiples of it, in bytes. Triton's own threshold.
 _ALIGNMENT = 16
+# Numbers of a program that pads or cuts.
+_RESIZED = 4096
 
 
 def dense(x: Tensor) -> Tensor:
@@ -59,7 +62,8 @@ def with_padded_heads(passes: Passes) -> Passes:
     def saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not _is_odd(operands):
             return passes.saved_like(operands)
-        return _cut_replaced(passes, operands, passes.saved_like(_padded(operands)))
+        padded = [x.new_empty((*x.shape[:-1], _aligned(x))) if x.dim() == 4 else x for x in operands]
+        return _cut_replaced(passes, operands, passes.saved_like(padded))
 
     return passes._replace(forward=forward, backward=backward, saved_like=saved_like)
 
@@ -84,7 +88,7 @@ class _PaddedForward(ForwardBase):
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
-        o = self._inner.outputs(_pad(incoming_state, 2))[..., : self._V]
+        o = _resized(self._inner.outputs(_pad_state(incoming_state)), self._V)
         self.saved = _cut_replaced(self.passes, self._operands, self._inner.saved)
         return o
 
@@ -96,7 +100,7 @@ class _PaddedBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._operands = operands
         self._inner = self.passes.backward(
-            _padded(operands), _pad(self.do, 1), self.saved, None, self.scale, self.doc_ids
+            _padded(operands), _resized(self.do, _aligned(self.do)), self.saved, None, self.scale, self.doc_ids
         )
         K, V = operands[0].shape[-1], operands[2].shape[-1]
         self.state_grad = self._inner.state_grad[..., :K, :V].contiguous()
@@ -106,9 +110,11 @@ class _PaddedBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
-        grads = self._inner.operand_grads(_pad(incoming_grad, 2))
+        if isinstance(self._inner, BackwardBase):
+            self._inner.unpadded = self._operands[0].shape[-1]
+        grads = self._inner.operand_grads(_pad_state(incoming_grad))
         return tuple(
-            grad if grad.shape == x.shape else grad[..., : x.shape[-1]]
+            grad if grad.shape == x.shape else _resized(grad, x.shape[-1])
             for grad, x in zip(grads, self._operands, strict=True)
         )
 
@@ -122,12 +128,29 @@ def _is_odd(operands: Sequence[Tensor]) -> bool:
     return len(of_heads) > 2 and all(x is operands[2] or x.shape[-1] == K for x in of_heads) and K > 0 and V > 0
 
 
-def _pad(x: Tensor, dims: int) -> Tensor:
-    return F.pad(x, [size for dim in range(1, dims + 1) for size in (0, -x.shape[-dim] % _ALIGNMENT)])
+def _pad_state(x: Tensor) -> Tensor:
+    return F.pad(x, [size for dim in (1, 2) for size in (0, -x.shape[-dim] % _ALIGNMENT)])
 
 
 def _padded(operands: Sequence[Tensor]) -> list[Tensor]:
-    return [_pad(x, 1) if x.dim() == 4 else x for x in operands]
+    return [_resized(x, _aligned(x)) if x.dim() == 4 else x for x in operands]
+
+
+def _aligned(x: Tensor) -> int:
+    return x.shape[-1] + -x.shape[-1] % _ALIGNMENT
+
+
+def _resized(x: Tensor, width: int) -> Tensor:
+    """X [..., D], cut or filled with zeros to [..., width]; on a GPU in one pass, of which torch takes two to three."""
+    if x.shape[-1] == width:
+        return x
+    if not x.is_cuda or not x.is_contiguous():
+        return F.pad(x, [0, width - x.shape[-1]])
+    from zeco_train.ops.gla.kernels.tiles import resize_kernel  # late: here is no Triton needed
+
+    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    resize_kernel[(-(-y.numel() // _RESIZED),)](x, y, y.numel(), x.shape[-1], width, _RESIZED, num_warps=8)
+    return y
 
 
 def _cut_replaced(passes: Passes, operands: Sequence[Tensor], saved: Sequence[Tensor]) -> tuple[Tensor, ...]:

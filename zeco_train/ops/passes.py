@@ -86,6 +86,9 @@ class BackwardBase:
     scale: float
     doc_ids: Tensor | None
 
+    # K before q and k were padded; their gradients may have that width.
+    unpadded = cast("int | None", None)
+
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         """Compute `state_grad`."""
         raise NotImplementedError

@@ -5,8 +5,9 @@ The same sums as of a walk (`zeco_train.ops.scalar_decay.kernels.walk`), for the
     y_i = scale · Σ_j L_ij (x_i · w_j) z_j         tokens of the same chunk as they are, all others by the state Σ w zᵀ
 
 `chunks_kernel` computes BW columns of o or dv of a chunk; `grads_kernel` dq, dk and, of K <= BK, dv, which share what
-they read and both matrices of pairs. Where heads share keys, one program computes the products of queries and keys once
-for several heads, and adds up dq and dk in their order. `states_kernel` of the walks writes the states.
+they read and both matrices of pairs; `key_tiles_kernel` all three for any K, of few values and fixed decays. Where
+heads share keys, one program computes the products of queries and keys once for several heads, and adds up dq and dk in
+their order. `states_kernel` of the walks writes the states.
 """
 
 from __future__ import annotations
@@ -227,3 +228,72 @@ def grads_kernel(
         key_grad = tl.dot(tl.trans(query), pairs, key_grad, input_precision=PRECISION)
     store_tile(dq, tl.trans(query_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
     store_tile(dk, tl.trans(key_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
+
+
+@jit
+def key_tiles_kernel(
+    queries,  # [B, T, G, K]
+    keys,  # [B, T, G, K]
+    values,  # [B, T, H, V]
+    output_grads,  # [B, T, H, V]
+    decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks
+    state_grads,  # [N + 1, B, H, K, V]: their gradients
+    dq,  # [B, T, H, WIDTH], written, as are all that follow: the first WIDTH columns
+    dk,  # [B, T, H, WIDTH]
+    dv,  # [B, T, H, V]
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program computes dq, dk and dv of one chunk and head, by tiles of K, where V <= BV; no terms of dg."""
+    chunk, batch_head = tl.program_id(0), tl.program_id(1)
+    start = chunk * C
+    documents = load_doc_ids(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
+    of_group, of_head = key_head_offset(batch_head, T, H, G, K), head_offset(batch_head, T, H, V)
+    dq += head_offset(batch_head, T, H, WIDTH)
+    dk += head_offset(batch_head, T, H, WIDTH)
+    index = chunk.to(tl.int64) * BH + batch_head
+    value = load_tile(values + of_head, start, T, H, V, 0, C, BV)
+    grad = load_tile(output_grads + of_head, start, T, H, V, 0, C, BV)
+    factors, from_state, from_grad = _load_decays(
+        decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS
+    )
+    pairs = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    pairs = (pairs * (factors * scale)).to(value.dtype)
+    before = (grad.to(tl.float32) * (from_state * scale)[:, None]).to(grad.dtype)
+    after = (value.to(tl.float32) * from_grad[:, None]).to(value.dtype)
+    products = tl.zeros([C, C], tl.float32)
+    carried = tl.zeros([C, BV], tl.float32)
+    for first in range(0, K, BK):
+        query = load_tile(queries + of_group, start, T, G, K, first, C, BK)
+        key = load_tile(keys + of_group, start, T, G, K, first, C, BK)
+        state = _load_state(states, index, K, V, first, 0, BK, BV)
+        state_grad = _load_state(state_grads, index + BH, K, V, first, 0, BK, BV)
+        products = tl.dot(query, tl.trans(key), products, input_precision=PRECISION)
+        carried = tl.dot(key, state_grad, carried, input_precision=PRECISION)
+        query_grad = tl.dot(before, tl.trans(state), input_precision=PRECISION)
+        query_grad = tl.dot(pairs, key, query_grad, input_precision=PRECISION)
+        store_tile(dq, query_grad, start, T, H, WIDTH, first, C, BK)
+        key_grad = tl.dot(after, tl.trans(state_grad), input_precision=PRECISION)
+        key_grad = tl.dot(tl.trans(pairs), query, key_grad, input_precision=PRECISION)
+        store_tile(dk, key_grad, start, T, H, WIDTH, first, C, BK)
+    # once more: kept, they would not fit into registers
+    factors, from_state, from_grad = _load_decays(
+        decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS
+    )
+    weights = tl.trans((products * (factors * scale)).to(value.dtype))
+    result = tl.dot(weights, grad, carried * from_grad[:, None], input_precision=PRECISION)
+    store_tile(dv + of_head, result, start, T, H, V, 0, C, BV)

@@ -218,7 +218,6 @@ def walk_kernel(
         sums, total = load_sums(decays, rate, batch_head, start, T, C, FIXED)
         query = load_tile(queries, start, T, QUERY_HEADS, D, 0, C, BD)
         key = load_tile(keys, start, T, QUERY_HEADS, D, 0, C, BD)
-        value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
         if TERMS:
             # long before its use
             other = load_tile(extra, start, T, VALUE_HEADS, W, first_column, C, BW)
@@ -239,12 +238,13 @@ def walk_kernel(
             target = boundary_terms + border_index
             _store_boundary_term(is_border, target, borders, border_index, state, D, W, 0, first_column, BD, BW)
 
+        carried = tl.dot(query, state.to(query.dtype), input_precision=PRECISION) * from_state[:, None]
         weights = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         weights *= decay(tl.where(visible, exponents, float("-inf"))) * scale
-        carried = tl.dot(query, state.to(query.dtype), input_precision=PRECISION) * from_state[:, None]
         if TERMS and REVERSE:
             of_state = tl.sum(other.to(tl.float32) * carried, axis=1)
             tl.store(row_state_sums + start + rows, of_state, mask=rows < T - start)
+        value = load_tile(values, start, T, VALUE_HEADS, W, first_column, C, BW)
         result = tl.dot(weights.to(value.dtype), value, carried, input_precision=PRECISION)
         store_tile(outputs, result, start, T, H, W, first_column, C, BW)
         if TERMS:
