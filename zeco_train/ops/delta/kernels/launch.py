@@ -44,6 +44,7 @@ LARGEST_HEAD_DIM = 256
 HEADS = 2
 
 _NARROW = TileOptions(32, 32, 4, 1)
+_SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class DeltaTuning:
     # With decays by channel, of the forward pass, with their sums; and of the backward pass.
     first_operands: TileOptions = TileOptions(64, 64, 8, 1, 128)
     operands: TileOptions = TileOptions(64, 64, 8, 1)
-    # Of the walks: the segments', and all others.
-    summaries: TileOptions = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
+    # Of the walks: the segments', and all others; with decays by channel all.
+    summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
     grads: TileOptions = TileOptions(128, 64, 8, 2)
@@ -76,9 +77,10 @@ def _narrow(walk: TileOptions) -> DeltaTuning:
 # Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
 # with 8 warps is slow with fewer than 128 columns: each half of the warps computes all.
 KEPT: dict[Key, DeltaTuning] = {
-    ((9, 0), torch.bfloat16, 64): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)),
+    ((9, 0), torch.bfloat16, 64): _walks(_SMALL_WALK),
     ((9, 0), torch.bfloat16, 128): DeltaTuning(),
     ((9, 0), torch.bfloat16, 256): DeltaTuning(
+        summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
         walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
         channel_walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 1),
     ),
@@ -202,7 +204,8 @@ class DeltaKernels:
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
         """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
         states, transitions = self._new(*self.starts_shape), self._new(*self.transitions_shape)
-        self._forward(self.tuning.summaries, operands, totals=states, transitions=transitions)
+        options = self._walk if self.by_channel else self.tuning.summaries
+        self._forward(options, operands, totals=states, transitions=transitions)
         return states, transitions
 
     def outputs(self, operands: WalkOperands, starts: Tensor) -> Tensor:
