@@ -53,7 +53,7 @@ class DeltaTuning:
 
     systems: TileOptions = TileOptions(128, 64, 4, 1)
     # With decays by channel, of the forward pass, with their sums; and of the backward pass.
-    first_operands: TileOptions = TileOptions(64, 64, 8, 1, 128)
+    first_operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
     operands: TileOptions = TileOptions(64, 64, 8, 1)
     # Of the walks: the segments', and all others; with decays by channel all.
     summaries: TileOptions = _SMALL_WALK
