@@ -86,7 +86,7 @@ def test_step_time_by_kind_matches_formula() -> None:
     case = make_case(*arguments)
     forward, backward = operator_seconds(case, next(iter(case.spec.blocks.values())))
     assert time.seconds["operator"] == pytest.approx(20 * (forward + backward))
-    assert forward + backward == pytest.approx(0.745e-3 / calibration.IN_STEP, rel=0.01)
+    assert forward + backward == pytest.approx(0.700e-3 / calibration.IN_STEP, rel=0.01)
     slower = planned(*arguments, "bandwidth_gbps=1000").time
     assert slower.seconds["elementwise"] == pytest.approx(time.seconds["elementwise"] * 3.84)
 

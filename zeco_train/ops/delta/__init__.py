@@ -69,9 +69,9 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory. V goes by
 # tiles; no published shape has more.
 _KERNELS = KernelRule(largest=(256, 512))
-# 16,384 tokens and 16 heads: gated_delta 1.392 ms on an H100, by its kernels 0.37 of them forward, kda 2.777 and 0.870
-# on an H200 (docs/benchmarks.md).
-_GATED_TIME = OperatorTime("gated_delta", 5.31e-9, 0.27, 128, 128)
+# 16,384 tokens and 16 heads on an H200: gated_delta 1.166 ms, kda 2.134; shares of the forward pass by their kernels on
+# an H100 (docs/benchmarks.md).
+_GATED_TIME = OperatorTime("gated_delta", 4.45e-9, 0.29, 128, 128)
 
 
 _FORMULA = (
@@ -117,6 +117,6 @@ KDA = replace(
     GATED_DELTA,
     dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"),
     about=f"Kimi Delta Attention, a decay for each channel of the keys (2025, arXiv 2510.26692){_FORMULA}",
-    time=OperatorTime("kda", 1.06e-8, 0.31, 128, 128),
+    time=OperatorTime("kda", 8.14e-9, 0.35, 128, 128),
     peers=(PeerFunction("fla.ops.kda", "chunk_kda", takes_context=True),),
 )

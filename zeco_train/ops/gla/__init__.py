@@ -69,9 +69,9 @@ GLA = Operator(
     cuda="zeco_train.ops.gla.kernels.launch:CUDA",
     kernels=KernelRule(largest=(512, 65536)),
     step_kernels=STEP_KERNELS,
-    # 0.745 ms for 16,384 tokens and 16 heads, 0.274 of them forward (docs/benchmarks.md); 60.7 ms for 4,096 tokens and
-    # 4 heads on two CPU cores.
-    time=OperatorTime("gla", 2.84e-9, 0.37, 64, 128),
+    # 0.700 ms for 16,384 tokens and 16 heads on an H200, by its kernels on an H100 0.41 of them forward
+    # (docs/benchmarks.md); 60.7 ms for 4,096 tokens and 4 heads on two CPU cores.
+    time=OperatorTime("gla", 2.67e-9, 0.41, 64, 128),
     cpu_time=OperatorTime("gla", 7.4e-6, 0.31, 64, 128),
     peers=(PeerFunction("fla.ops.gla", "chunk_gla"),),
 )
