@@ -101,15 +101,19 @@ _OF_FEW_VALUES = ScalarDecayTuning(
     key_grads=TileOptions(_DEPTH, 128, 4, 1),
 )
 # Outputs by walks, gradients by chunks: of many heads that share keys, measured for K 128, V 64, as in Mamba-2, with
-# groups of 16 and of 64, and of fixed decays, for K 128, V 256 and K 256, V 512. All by chunks: K 256, V 64, as in
-# Bamba, with a group of 128, in half of the time of walks. Gradients by tiles of K: fixed decays, K 273, V 64, as in
-# Based, in 0.62 of the time of `grads` and chunks of 64 tokens.
+# groups of 16 and of 64, and of fixed decays, for K 128, V 256 and, with chunks of 128 tokens, K 256, V 512, in 0.90 of
+# the time with 64. All by chunks: K 256, V 64, as in Bamba, with a group of 128, in half of the time of walks.
+# Gradients by tiles of K: fixed decays, K 273, V 64, as in Based, in 0.61 of the time of `grads` and chunks of 64.
 _MANY_HEADS = 16
 _GRADS_BY_CHUNKS = replace(KEPT[(9, 0), torch.bfloat16, 512], outputs=TileOptions(_DEPTH, 64, 4, 1), walks_forward=True)
-_BY_KEYS = replace(
-    _by_chunks(TileOptions(128, 64, 4, 2), _GRADS, TileOptions(64, 64, 8, 2)),
-    key_tiles=TileOptions(32, 64, 8, 3),
+_LONG_CHUNKS = replace(
+    _by_chunks(TileOptions(128, 64, 4, 2), TileOptions(64, 64, 8, 3), TileOptions(64, 128, 8, 2)),
+    outputs=TileOptions(_DEPTH, 64, 8, 1),
     chunk=128,
+    walks_forward=True,
+)
+_BY_KEYS = replace(
+    _LONG_CHUNKS, outputs=TileOptions(64, 64, 8, 3), key_tiles=TileOptions(64, 64, 8, 2), walks_forward=False
 )
 _OF_WIDE_SHARED_KEYS = _by_chunks(_STATES, TileOptions(256, 64, 8, 2), TileOptions(256, 64, 4, 2))
 
@@ -123,7 +127,8 @@ def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
     wide = KEPT[(9, 0), torch.bfloat16, 512]
     if found is wide or found is KEPT[(9, 0), torch.bfloat16, 256]:
         if fixed:
-            return _BY_KEYS if few else wide if int(k.shape[-1]) > _DEPTH else _GRADS_BY_CHUNKS
+            keys = int(k.shape[-1])
+            return _BY_KEYS if few else wide if keys > _DEPTH else _LONG_CHUNKS if keys > 128 else _GRADS_BY_CHUNKS
         if shared and few:
             return _OF_WIDE_SHARED_KEYS
     return found
@@ -175,9 +180,8 @@ class ScalarDecayKernels(SegmentKernels):
         self.decays, self.tuning, self.fixed = decays, tuning, fixed
         self.flags |= {"C": tuning.chunk, "FIXED": fixed}
         self.num_chunks = cdiv(self.T, tuning.chunk)
-        # As many segments as fill the chip at once, in walks of outputs if there are any, which take longest; a few
-        # programs more would take twice as long.
-        if tuning.states is None or tuning.walks_forward:
+        # As many segments as fill the chip at once; a few programs more would take twice as long.
+        if tuning.states is None:
             columns = cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
         else:
             columns = self._state_tiles(*self._tile(tuning.states, self.K, self.V))
