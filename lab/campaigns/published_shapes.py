@@ -73,6 +73,7 @@ SHAPES = (
     Shape("HGRN2 1.3B", "gla", 16, 16, 128, 128),
     Shape("gla_1b", "gla", 16, 16, 64, 128),
     Shape("Based", "fixed_decay", 16, 16, 273, 64),
+    Shape("Based, its features padded", "fixed_decay", 16, 16, 288, 64),  # as models of this package do
     Shape("retnet_1b", "fixed_decay", 16, 16, 128, 256),
 )
 
