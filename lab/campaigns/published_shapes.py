@@ -162,7 +162,7 @@ def registers(known: set[int]) -> Iterator[dict[str, Any]]:
                 if isinstance(kernel, triton.JITFunction) and kernel.module == name:
                     for cache in kernel.device_caches.values():
                         for found in cache[0].values():
-                            if id(found) in known:
+                            if id(found) in known or not hasattr(found, "n_regs"):  # compiled ahead, not launched
                                 continue
                             known.add(id(found))
                             yield {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+import zeco_train.ops.attend  # noqa: F401 - registers zeco::attend
 from tests.support.operator_cases import NAMES, doc_ids_of, in_dtype, make, operands_of
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition, stack_borders

@@ -44,8 +44,9 @@ class Kernel(JITFunction):
         if (found := self.launches.get(key)) is None:
             compiled, rest = super().run(*args, grid=grid, warmup=False, **constants), self.params[len(args) :]
             plain = {*map(type, args)} <= _TENSORS | _OTHERS and all(each.is_constexpr for each in rest)
+            plain &= not any(type(x) is float and each.is_constexpr for x, each in zip(args, self.params, strict=False))
             if compiled and plain:
-                if len(self.launches) == _MOST:
+                if len(self.launches) >= _MOST:
                     self.launches.clear()
                 self.launches[key] = compiled, [constants.get(each.name, each.default) for each in rest]
             return compiled

@@ -103,7 +103,7 @@ def _check(operator: str, operands: Sequence[Tensor], doc_ids: Tensor | None, do
     form = operator, *[x if x is None else (x.shape, x.dtype) for x in (doc_ids, do, *operands)]
     if form not in _checked:
         operator_of(operator, operands).check(operands, doc_ids, do)
-        if len(_checked) == _MOST_FORMS:
+        if len(_checked) >= _MOST_FORMS:
             _checked.clear()
         _checked.add(form)
 
@@ -301,6 +301,6 @@ _LIBRARY = Library("zeco", "FRAGMENT")
 for _function, _shapes in ((_mix, _mix_shapes), (_mix_backward, _mix_backward_shapes)):
     _name = _function.__name__[1:]
     _LIBRARY.define(f"{_name}{infer_schema(_function, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     register_fake(f"zeco::{_name}", _shapes, lib=_LIBRARY)
 _LIBRARY.impl("mix", _under_autograd, "Autograd")
