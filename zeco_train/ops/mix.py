@@ -301,6 +301,6 @@ _LIBRARY = Library("zeco", "FRAGMENT")
 for _function, _shapes in ((_mix, _mix_shapes), (_mix_backward, _mix_backward_shapes)):
     _name = _function.__name__[1:]
     _LIBRARY.define(f"{_name}{infer_schema(_function, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
     register_fake(f"zeco::{_name}", _shapes, lib=_LIBRARY)
 _LIBRARY.impl("mix", _under_autograd, "Autograd")
