@@ -1,4 +1,4 @@
-"""Rounding of rows and columns to fp8, with the arithmetic of `zeco_train.ops.linear`, bit for bit.
+"""Rounding of rows and columns to fp8, with the arithmetic of `zeco_train.ops.linear`, bit for bit; widths of rows.
 
 Sizes are compared as integers: the bits of fp32 without the sign rise with the number, infinity and NaN are above all
 others, and a maximum of integers does not depend on the order.
@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from zeco_train.kernels import jit
 
 FRACTION_BITS = tl.constexpr(23)
 FRACTION = tl.constexpr((1 << 23) - 1)
@@ -165,3 +167,14 @@ def launch_columns(parts: Sequence[Tensor], values: Tensor, scales: Tensor) -> N
 
 def _side_by_side(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@jit
+def resize_kernel(x, y, count, WIDTH: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy rows of WIDTH numbers to rows of NEW, cut or filled with zeros, `count` numbers in all; BLOCK a program."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    place = (first % NEW).to(tl.int32) + tl.arange(0, BLOCK)
+    row, column = place // NEW, place % NEW
+    inside = tl.arange(0, BLOCK) < count - first
+    values = tl.load(x + first // NEW * WIDTH + row * WIDTH + column, mask=inside & (column < WIDTH), other=0.0)
+    tl.store(y + first + tl.arange(0, BLOCK), values, mask=inside)

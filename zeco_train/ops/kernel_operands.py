@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zeco_train.ops.operator import KernelRule
 from zeco_train.ops.passes import BackwardBase, BackwardPass, ForwardBase, ForwardPass, Passes, check_state
 
 # Head dims are multiples of it, in elements; tensors start at multiples of it, in bytes. Triton's own threshold.
@@ -144,9 +145,9 @@ def _resized(x: Tensor, width: int) -> Tensor:
     """X [..., D], cut or filled with zeros to [..., width]; on a GPU in one pass, of which torch takes two to three."""
     if x.shape[-1] == width:
         return x
-    if not x.is_cuda or not x.is_contiguous():
+    if not KernelRule().serves(x, x) or not x.is_contiguous():
         return F.pad(x, [0, width - x.shape[-1]])
-    from zeco_train.ops.gla.kernels.tiles import resize_kernel  # late: here is no Triton needed
+    from zeco_train.kernels.rows import resize_kernel  # late: here is no Triton needed
 
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     resize_kernel[(-(-y.numel() // _RESIZED),)](x, y, y.numel(), x.shape[-1], width, _RESIZED, num_warps=8)

@@ -197,14 +197,3 @@ def state_pointers(states, index, K, V, first_key, first_value, BK: tl.constexpr
     values = first_value + tl.arange(0, BV)
     inside = (keys < K)[:, None] & (values < V)[None, :]
     return states + index.to(tl.int64) * K * V + (keys * V)[:, None] + values[None, :], inside
-
-
-@jit
-def resize_kernel(x, y, count, WIDTH: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy rows of WIDTH numbers to rows of NEW, cut or filled with zeros, `count` numbers in all; BLOCK a program."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    place = (first % NEW).to(tl.int32) + tl.arange(0, BLOCK)
-    row, column = place // NEW, place % NEW
-    inside = tl.arange(0, BLOCK) < count - first
-    values = tl.load(x + first // NEW * WIDTH + row * WIDTH + column, mask=inside & (column < WIDTH), other=0.0)
-    tl.store(y + first + tl.arange(0, BLOCK), values, mask=inside)
