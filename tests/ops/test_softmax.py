@@ -103,12 +103,13 @@ def test_blocks_of_keys_add_up_to_the_gradients_of_the_whole(
         torch.testing.assert_close(total, grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_gradients_of_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_BLOCK", 256)
+@pytest.mark.parametrize(("block", "window"), [(256, None), (512, 600)])
+def test_gradients_of_many_keys(monkeypatch: pytest.MonkeyPatch, block: int, window: int | None) -> None:
+    monkeypatch.setattr(sdpa, "_BLOCK", block)
     generator = torch.Generator().manual_seed(1)
     q, k, v, do = (torch.randn(1, 700, 1, WIDTH, generator=generator, dtype=torch.float64) for _ in range(4))
-    span = _span(0, 700, (0, 20, 700), None)
-    wanted = exact_softmax(q, k, v, do, borders=torch.tensor((0, 20, 700)))
+    span = _span(0, 700, (0, 20, 700), window)
+    wanted = exact_softmax(q, k, v, do, borders=torch.tensor((0, 20, 700)), window=window)
     found = attend(q, k, v, span, 0, WIDTH**-0.5)
     grads = attend_backward(do, q, k, v, found, span, 0, WIDTH**-0.5)
     for name, x in zip(("o", "dq", "dk", "dv"), (found.o, *grads), strict=True):
