@@ -137,7 +137,7 @@ def _gathered_scan_is_right(rank: int, world_size: int) -> None:
     exchanges = gathered_exchange(), session.exchange(backend_variant("lasp1"), 24)
     for each in exchanges:
         assert (each.is_first, each.is_last) == (rank == 0, rank == world_size - 1)
-    # A transposed view, which `adjoint` returns: its strides differ from those of a new tensor.
+    # `adjoint` returns a transposed view, whose strides differ from those of a new tensor.
     for reverse, transition in itertools.product((False, True), (log_decay, matrices, matrices.mT)):
         results = []
         for each in exchanges:
