@@ -160,7 +160,7 @@ def peer_milliseconds(case: Case, name: str) -> float | str:
         except torch.AcceleratorError:
             return median(milliseconds(call, _CALLS))
     except Exception as error:
-        return f"refuses: {type(error).__name__}"
+        return f"refuses: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
 
 
 def registers(known: set[int]) -> Iterator[dict[str, Any]]:
