@@ -1,15 +1,15 @@
 """Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
 
 Forward                                                        Backward
-  sums of g; by channel k̄, k̃, q̄; scores P and systems F          by channel k̄, k̃, q̄ again
+  sums of g; by channel operands; scores P and systems F
   states and transitions of segments → S_loc, M                  gradients of segments → D_loc
   | scan over ranks                                              | scan over ranks ‖ true states again
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg, dβ
 
 States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
 transitions passed between segments or ranks are fp32. The forward pass saves P and F, in the dtype of the tokens, 64
-numbers each a token and head; the decays' sums in place of g; and of each segment its transition and the true state
-before it, in place of R.
+numbers each a token and head; the decays' sums in place of g, and by channel the walks' operands; and of each segment
+its transition and the true state before it, in place of R.
 
 Options change only the order of sums.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.delta.kernels.channel_grads import channel_grads_kernel
 from zeco_train.ops.delta.kernels.grads import grads_kernel
-from zeco_train.ops.delta.kernels.systems import operands_kernel, systems_kernel
+from zeco_train.ops.delta.kernels.systems import channel_systems_kernel, operands_kernel, systems_kernel
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, join_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS, NARROWEST
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
@@ -52,15 +52,15 @@ class DeltaTuning:
     """Options of each kernel, by its name, and of the layout in time."""
 
     systems: TileOptions = TileOptions(128, 64, 4, 1)
-    # With decays by channel, of the forward pass, with their sums; and of the backward pass.
-    first_operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
-    operands: TileOptions = TileOptions(64, 64, 8, 1)
+    # The next two, and those by name, with decays by channel.
+    channel_systems: TileOptions = TileOptions(64, 64, 4, 2)
+    operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
     # Of the walks: the segments', and all others; with decays by channel all.
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
     grads: TileOptions = TileOptions(128, 64, 8, 2)
-    channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
+    channel_grads: TileOptions = TileOptions(64, 64, 8, 2, 128)
     join: TileOptions = TileOptions(32, 16, 8, 2)
     programs: int = 132  # of a walk, that saturate the chip, all at once
     joining: float = 2.0  # chunks that all walks together take as long for as for joining one more segment, estimated
@@ -105,9 +105,10 @@ class WalkOperands:
     keys: Tensor  # [B, T, G, K]; by channel [B, T, H, K], as the next two
     end_keys: Tensor
     queries: Tensor
-    decays: Tensor  # [B, H, T] fp32; by channel [N, B, H, K]
+    decays: Tensor  # [B, H, T] fp32; by channel [N, B, H, 3, K]
     inverses: Tensor  # [N, B, H, C, C]
     scores: Tensor  # [N, B, H, C, C]
+    plain: Tensor | None = None  # [N, B, H] int32, by channel
 
 
 class DeltaKernels:
@@ -149,8 +150,9 @@ class DeltaKernels:
         segments = max(1, min(segments, balanced, self.num_chunks))
         self.segment_chunks = cdiv(self.num_chunks, segments)
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
-        # (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
-        self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
+        # (N, B, H), (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
+        self.chunks_shape = self.num_chunks, self.B, self.H
+        self.pairs_shape = *self.chunks_shape, CHUNK, CHUNK
         self.states_shape = self.num_chunks, self.B, self.H, self.V, self.K
         self.starts_shape = self.num_segments, self.B, self.H, self.K, self.V
         self.transitions_shape = self.num_segments, self.B, self.H, self.K, self.K
@@ -169,36 +171,39 @@ class DeltaKernels:
     def _by_token(self, width: int, heads: int | None = None) -> Tensor:
         return self._new(self.B, self.T, heads or self.H, width, dtype=self.dtype)
 
-    def operands(self, q: Tensor, pairs: Sequence[Tensor] | None = None, g: Tensor | None = None) -> WalkOperands:
-        """The operands of the walks: with the pairs of the forward pass, P and F, or room for them.
-
-        With g, [B, T, H, K], its sums are not read, but written.
-        """
-        scores, inverses = pairs or (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
-        if not self.by_channel:
+    def operands(self, q: Tensor, g: Tensor | None = None) -> WalkOperands:
+        """The operands of the walks, with P and F; with g, [B, T, H, K], its sums are written, too."""
+        scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
+        options = self.tuning.channel_systems if self.by_channel else self.tuning.systems
+        BK, _ = self._tile(options)
+        pairs = self.beta, self.doc_ids, scores, inverses, self.scale, self.T, self.H, self.G, self.K, self.BH
+        constants = {
+            **self.flags, "BK": BK, "SOLVING": tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+            **options.launch,
+        }  # fmt: skip
+        del constants["BY_CHANNEL"]
+        if g is None:
+            systems_kernel[(self.num_chunks, self.BH)](q, self.k, self.sums, *pairs, **constants)
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
         keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
-        survival = self._new(self.num_chunks, self.B, self.H, self.K)
-        options = self.tuning.operands if g is None else self.tuning.first_operands
-        BK, _ = self._tile(options)
-        # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
-        parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
-        operands_kernel[(self.num_chunks, self.BH)](
-            q, self.k, g, self.sums, self.doc_ids, keys, end_keys, queries, survival, self.scale,
-            self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts,
-            **options.launch,
-        )  # fmt: skip
-        return WalkOperands(keys, end_keys, queries, survival, inverses, scores)
+        borders, selves = self._new(*self.chunks_shape, 3, self.K), torch.empty_like(self.beta)
+        plain = self._new(*self.chunks_shape, dtype=torch.int32)
+        self._operands(q, g, keys, end_keys, queries, borders, selves, plain)
+        constants["ONE_LAYOUT"] = BK == CHUNK
+        for is_plain, chunks in ((True, 1), (False, GROUP)):
+            channel_systems_kernel[(cdiv(self.num_chunks, chunks), self.BH)](
+                q, self.k, self.sums, queries, keys, end_keys, selves, plain, *pairs, self.num_chunks, PLAIN=is_plain,
+                CHUNKS=chunks, **constants,
+            )  # fmt: skip
+        return WalkOperands(keys, end_keys, queries, borders, inverses, scores, plain)
 
-    def systems(self, q: Tensor, operands: WalkOperands) -> None:
-        """Write the scores P, with the scale, and systems F; q [B, T, G, K]."""
-        options = self.tuning.systems
-        BK, _ = self._tile(options)
-        systems_kernel[(self.num_chunks, self.BH)](
-            q, self.k, self.sums, self.beta, self.doc_ids, operands.scores, operands.inverses, self.scale,
-            self.T, self.H, self.G, self.K, self.BH, BK=BK, ONE_LAYOUT=BK == CHUNK,
-            KEYS=next_power_of_2(self.K), SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
-            **self.flags, **options.launch,
+    def _operands(self, q: Tensor, g: Tensor, *written: Tensor) -> None:
+        BK, _ = self._tile(self.tuning.operands)
+        # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
+        parts = 0 if triton.knobs.runtime.interpret else 3
+        operands_kernel[(self.num_chunks, self.BH)](
+            q, self.k, g, self.doc_ids, self.sums, *written, self.scale, self.T, self.H, self.G, self.K, self.BH,
+            C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts, **self.tuning.operands.launch,
         )  # fmt: skip
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
@@ -290,7 +295,7 @@ class DeltaKernels:
         return found
 
     def input_grads(
-        self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor
+        self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor, plain: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dg (None unless gated) and dβ."""
         options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
@@ -308,10 +313,10 @@ class DeltaKernels:
             self.T, self.H, self.G, self.K, self.V, self.BH,
         )  # fmt: skip
         if by_channel:
-            constants["KEYS"] = next_power_of_2(self.K)
-            for mild, chunks in ((True, 1), (False, GROUP)):
-                grid = cdiv(self.num_chunks, chunks) * tiles, self.BH
-                channel_grads_kernel[grid](*operands, MILD=mild, CHUNKS=chunks, **constants)
+            for is_plain, chunks in ((True, 1), (False, GROUP)):
+                channel_grads_kernel[(cdiv(self.num_chunks, chunks) * tiles, self.BH)](
+                    *operands, plain, self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, **constants
+                )
         else:
             grid = self.num_chunks * tiles, self.BH // heads
             grads_kernel[grid](*operands, HEADS=heads, GATED=self.gated, **constants)
@@ -332,8 +337,7 @@ class _DeltaKernelForward(ForwardBase):
             self._sums = decay_sums(dense(g[0]), CHUNK) if g else _no_decay(beta)
         where, gated = (self.doc_ids, self.scale), self._gated
         self._launcher = DeltaKernels(k, v, self._sums, beta, *where, options_for(k), gated=gated)
-        self._operands = self._launcher.operands(q, g=of_channels)
-        self._launcher.systems(q, self._operands)
+        self._operands = self._launcher.operands(q, of_channels)
         self._states, self._transitions = self._launcher.summaries(self._operands)
 
     @cached_property
@@ -351,7 +355,10 @@ class _DeltaKernelForward(ForwardBase):
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
         starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
-        kept = self._operands.scores, self._operands.inverses, starts, self._transitions
+        of_chunks = self._operands
+        kept = of_chunks.scores, of_chunks.inverses, starts, self._transitions
+        if of_chunks.plain is not None:
+            kept += of_chunks.keys, of_chunks.end_keys, of_chunks.queries, of_chunks.decays, of_chunks.plain
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
         return self._launcher.outputs(self._operands, starts)
 
@@ -361,11 +368,12 @@ class _DeltaKernelBackward(BackwardBase):
         # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, self.do))
-        *pairs, self._starts, self._transitions = self.saved
+        scores, inverses, self._starts, self._transitions, *by_channel = self.saved
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
         where, gated = (self.doc_ids, self.scale), bool(sums)
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
-        self._operands = self._launcher.operands(self._q, pairs)
+        keys, end_keys, queries, decays, plain = by_channel or (k, k, self._q, of_decays, None)
+        self._operands = WalkOperands(keys, end_keys, queries, decays, inverses, scores, plain)
         self._local = self._launcher.local_grads(self._operands, self._do)
 
     @cached_property
@@ -380,7 +388,8 @@ class _DeltaKernelBackward(BackwardBase):
         check_state(incoming_grad, "incoming_grad", self._local.shape[1:])
         ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
         grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
-        dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, self._states, grads, self._added, dv)
+        of_tokens = self._states, grads, self._added, dv
+        dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, *of_tokens, self._operands.plain)
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
 
 
@@ -401,6 +410,10 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=bool(g))
     pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
     kept = *pairs, beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape)
+    if launcher.by_channel:
+        by_token = (v.new_empty(*v.shape[:3], k.shape[3]) for _ in range(3))
+        shape = launcher.chunks_shape
+        kept += *by_token, beta.new_empty(*shape, 3, k.shape[3]), beta.new_empty(shape, dtype=torch.int32)
     return (_like_g(sums), *kept) if g else kept
 
 

@@ -13,7 +13,14 @@ It is exact substitution by blocks, in products of the whole chunk; powers of L,
 not occur. No number of L or T exceeds 2, since no transition expands: for bf16 tokens the products are of fp16 numbers,
 as exact as tf32, times 2^10, so that rows of small β do not underflow.
 
-Decays of a chunk's tokens, of each channel or one a head, as tiles that broadcast alike.
+Decays by channel are in operands of their own, k⁺ and scale · q⁺, times exp(b − r), and k⁻, times exp(r' − b):
+
+    mild channels     r = r' = b of the chunk's middle token: one product of operands has all pairs
+    others            r = 0, r' = b_end: factors of states alone
+
+Where a channel's tokens after the chunk's first all decay to e^-40 or less, its pairs vanish, as they do in a product
+of the latter. A chunk of mild and such channels is plain; others take a product for each size. A state is multiplied by
+exp(r) before a chunk's tokens, exp(r' − r) with them, and exp(b_end − r') after: its borders.
 """
 
 from __future__ import annotations
@@ -22,13 +29,13 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import (
-    are_mild,
+    LARGEST_EXPONENT,
     decay,
-    from_middle,
     head_offset,
     laid_out_like,
     load_doc_ids,
     load_last_row,
+    load_rows,
     load_tile,
     split_decays,
     split_pairs,
@@ -108,10 +115,73 @@ def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr, SOLVING: tl.const
 
 
 @jit
+def load_references(sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
+    """Which channels of a chunk are mild, r, r', and b of its last token, [BK] each; sums are of its head, [T, H, K]."""
+    columns = first_key + tl.arange(0, BK)
+    last = tl.minimum(C, T - start) - 1
+    sums += start.to(tl.int64) * H * K + columns
+    first = tl.load(sums, mask=columns < K, other=0.0)
+    middle = tl.load(sums + tl.minimum(last, C // 2 - 1) * H * K, mask=columns < K, other=0.0)
+    total = tl.load(sums + last * H * K, mask=columns < K, other=0.0)
+    distance = tl.maximum(first - middle, middle - total)
+    is_mild = tl.maximum(distance, -20.0 - middle) <= LARGEST_EXPONENT
+    return is_mild, tl.where(is_mild, middle, 0.0), tl.where(is_mild, middle, total), total
+
+
+@jit
+def _split_pairs_of_chunk(
+    q, k, sums, chunk, T, H, G, K, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, ONE_LAYOUT: tl.constexpr
+):
+    """Products of the pairs of a chunk that is not plain, a size of blocks after the other: q and k, k and k."""
+    start = chunk * C
+    pair_scores = tl.zeros([C, C], tl.float32)
+    products = tl.zeros([C, C], tl.float32)
+    for first_key in range(0, K, BK):
+        queries = load_tile(q, start, T, G, K, first_key, C, BK)
+        keys = load_tile(k, start, T, G, K, first_key, C, BK)
+        own = load_tile(sums, start, T, H, K, first_key, C, BK)
+        if ONE_LAYOUT:
+            own = laid_out_like(own, products)
+            queries = laid_out_like(queries, products)
+            keys = laid_out_like(keys, products)
+        for shift in range(6):
+            is_later, factors = split_decays(sums, own, shift, start, T, H, K, first_key, C, BK)
+            decayed_keys = (keys.to(tl.float32) * factors).to(keys.dtype)
+            decayed_queries = (queries.to(tl.float32) * factors).to(keys.dtype)
+            split = split_pairs(shift, C) & is_later[:, None]
+            of_queries = tl.dot(decayed_queries, tl.trans(decayed_keys), input_precision=PRECISION)
+            of_keys = tl.dot(decayed_keys, tl.trans(decayed_keys), input_precision=PRECISION)
+            pair_scores = tl.where(split, pair_scores + of_queries, pair_scores)
+            products = tl.where(split, products + of_keys, products)
+    return pair_scores, products
+
+
+@jit
+def _write_system(
+    pair_scores, products, beta, doc_ids, scores, inverses, chunk, batch_head, T, H, BH, C: tl.constexpr,
+    DOCUMENTS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr, SOLVING: tl.constexpr,
+):  # fmt: skip
+    """P and F of a chunk, from the scores and k_i · k_j of its pairs, and of others, which do not count."""
+    start = chunk * C
+    rows = tl.arange(0, C)
+    visible = rows[:, None] >= rows[None, :]
+    if DOCUMENTS:
+        doc_ids_of, _, _ = load_doc_ids(doc_ids, start, T, C)
+        visible = visible & (doc_ids_of[:, None] == doc_ids_of[None, :])
+    strengths = load_strengths(beta + head_offset(batch_head, T, H, 1), start, T, H, C, TOKENS)
+    earlier = visible & (rows[:, None] > rows[None, :])
+    system = tl.where(earlier, products * strengths[:, None], 0.0)
+    offsets = (chunk.to(tl.int64) * BH + batch_head) * C * C + rows[:, None] * C + rows[None, :]
+    tl.store(scores + offsets, tl.where(visible, pair_scores, 0.0).to(scores.dtype.element_ty))
+    inverse = _inverse(system, C, PRECISION, SOLVING) * strengths[None, :]
+    tl.store(inverses + offsets, inverse.to(inverses.dtype.element_ty))
+
+
+@jit
 def systems_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
-    sums,  # see `load_decays`
+    sums,  # [B, H, T] fp32, see `load_decays`
     beta,  # [B, T, H] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
@@ -124,22 +194,15 @@ def systems_kernel(
     BH,
     C: tl.constexpr,
     BK: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVING: tl.constexpr,
-    ONE_LAYOUT: tl.constexpr,
-    KEYS: tl.constexpr,
 ):
-    """One program serves one chunk of one head.
-
-    SOLVING: dtype of the inverse's products. ONE_LAYOUT: BK is C. KEYS: see `are_mild`.
-    """
+    """One program serves one chunk of one head, with a decay by head. SOLVING: dtype of the inverse's products."""
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     q += key_head_offset(batch_head, T, H, G, K)
     k += key_head_offset(batch_head, T, H, G, K)
-    beta += head_offset(batch_head, T, H, 1)
     start = chunk * C
     rows = tl.arange(0, C)
     pair_scores = tl.zeros([C, C], tl.float32)
@@ -147,69 +210,95 @@ def systems_kernel(
     for first_key in range(0, K, BK):
         queries = load_tile(q, start, T, G, K, first_key, C, BK)
         keys = load_tile(k, start, T, G, K, first_key, C, BK)
-        if BY_CHANNEL:
-            own_sums = sums + head_offset(batch_head, T, H, K)
-            own = load_tile(own_sums, start, T, H, K, first_key, C, BK)
-            self = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[:, None]
-            pair_scores = tl.where(rows[:, None] == rows[None, :], pair_scores + self, pair_scores)
-            if ONE_LAYOUT:
-                own = laid_out_like(own, products)
-                queries = laid_out_like(queries, products)
-                keys = laid_out_like(keys, products)
-            if are_mild(own_sums, chunk, T, H, K, C, 1, KEYS):
-                distances = from_middle(own_sums, own, start, T, H, K, first_key, C, BK)
-                factors = decay(distances)
-                turned_keys = (keys.to(tl.float32) * decay(-distances)).to(keys.dtype)
-                decayed_keys = (keys.to(tl.float32) * factors).to(keys.dtype)
-                decayed_queries = (queries.to(tl.float32) * factors).to(keys.dtype)
-                of_queries = tl.dot(decayed_queries, tl.trans(turned_keys), input_precision=PRECISION)
-                of_keys = tl.dot(decayed_keys, tl.trans(turned_keys), input_precision=PRECISION)
-                earlier = rows[:, None] > rows[None, :]
-                pair_scores = tl.where(earlier, pair_scores + of_queries, pair_scores)
-                products = tl.where(earlier, products + of_keys, products)
+        pair_scores = tl.dot(queries, tl.trans(keys), pair_scores, input_precision=PRECISION)
+        products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
+    own, _ = load_decays(sums, batch_head, start, T, H, K, 0, C, BK, False)
+    between = decay(tl.where(rows[:, None] >= rows[None, :], own - tl.trans(own), float("-inf")))
+    _write_system(
+        pair_scores * between * scale, products * between, beta, doc_ids, scores, inverses, chunk, batch_head, T, H, BH,
+        C, DOCUMENTS, k.dtype.element_ty, PRECISION, SOLVING,
+    )  # fmt: skip
+
+
+@jit
+def channel_systems_kernel(
+    q,  # [B, T, G, K]
+    k,  # [B, T, G, K]
+    sums,  # [B, T, H, K] fp32
+    queries,  # [B, T, H, K], as the next two of `operands_kernel`: scale · q⁺
+    keys,  # [B, T, H, K]: k⁺
+    end_keys,  # [B, T, H, K]: k⁻
+    selves,  # [B, T, H] fp32: scale · q · k
+    plain,  # [N, B, H] int32
+    beta,  # [B, T, H] fp32
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
+    inverses,  # [N, B, H, C, C], written: F
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    BH,
+    num_chunks,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVING: tl.constexpr,
+    ONE_LAYOUT: tl.constexpr,
+    PLAIN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """`systems_kernel` with decays by channel. ONE_LAYOUT: BK is C.
+
+    PLAIN: a program a chunk, for plain ones; else only for the others, a program for CHUNKS.
+    """
+    batch_head = tl.program_id(1)
+    rows = tl.arange(0, C)
+    own = head_offset(batch_head, T, H, K)
+    is_self = rows[:, None] == rows[None, :]
+    for step in range(CHUNKS):
+        chunk = tl.program_id(0) * CHUNKS + step
+        start = chunk * C
+        inside = chunk < num_chunks
+        found = tl.load(plain + chunk.to(tl.int64) * BH + batch_head, mask=inside, other=-1)
+        if found == (1 if PLAIN else 0):
+            if PLAIN:
+                pair_scores = tl.zeros([C, C], tl.float32)
+                products = tl.zeros([C, C], tl.float32)
+                for first_key in range(0, K, BK):
+                    earlier = tl.trans(load_tile(end_keys + own, start, T, H, K, first_key, C, BK))
+                    later = load_tile(queries + own, start, T, H, K, first_key, C, BK)
+                    pair_scores = tl.dot(later, earlier, pair_scores, input_precision=PRECISION)
+                    later = load_tile(keys + own, start, T, H, K, first_key, C, BK)
+                    products = tl.dot(later, earlier, products, input_precision=PRECISION)
             else:
-                for shift in range(6):
-                    is_later, factors = split_decays(own_sums, own, shift, start, T, H, K, first_key, C, BK)
-                    decayed_keys = (keys.to(tl.float32) * factors).to(keys.dtype)
-                    decayed_queries = (queries.to(tl.float32) * factors).to(keys.dtype)
-                    split = split_pairs(shift, C) & is_later[:, None]
-                    of_queries = tl.dot(decayed_queries, tl.trans(decayed_keys), input_precision=PRECISION)
-                    of_keys = tl.dot(decayed_keys, tl.trans(decayed_keys), input_precision=PRECISION)
-                    pair_scores = tl.where(split, pair_scores + of_queries, pair_scores)
-                    products = tl.where(split, products + of_keys, products)
-        else:
-            pair_scores = tl.dot(queries, tl.trans(keys), pair_scores, input_precision=PRECISION)
-            products = tl.dot(keys, tl.trans(keys), products, input_precision=PRECISION)
-    visible = rows[:, None] >= rows[None, :]
-    if DOCUMENTS:
-        doc_ids_of, _, _ = load_doc_ids(doc_ids, start, T, C)
-        visible = visible & (doc_ids_of[:, None] == doc_ids_of[None, :])
-    if not BY_CHANNEL:
-        own, _ = load_decays(sums, batch_head, start, T, H, K, 0, C, BK, BY_CHANNEL)
-        between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
-        pair_scores *= between
-        products *= between
-    pair_scores = tl.where(visible, pair_scores * scale, 0.0)
-    strengths = load_strengths(beta, start, T, H, C, k.dtype.element_ty)
-    earlier = visible & (rows[:, None] > rows[None, :])
-    system = tl.where(earlier, products * strengths[:, None], 0.0)
-    offsets = (chunk.to(tl.int64) * BH + batch_head) * C * C + rows[:, None] * C + rows[None, :]
-    tl.store(scores + offsets, pair_scores.to(scores.dtype.element_ty))
-    inverse = _inverse(system, C, PRECISION, SOLVING) * strengths[None, :]
-    tl.store(inverses + offsets, inverse.to(inverses.dtype.element_ty))
+                of_group = key_head_offset(batch_head, T, H, G, K)
+                pair_scores, products = _split_pairs_of_chunk(
+                    q + of_group, k + of_group, sums + own, chunk, T, H, G, K, C, BK, PRECISION, ONE_LAYOUT
+                )
+                pair_scores *= scale
+            own_scores = load_rows(selves + head_offset(batch_head, T, H, 1), rows, start, T, H, 1, 0, 1)
+            _write_system(
+                tl.where(is_self, own_scores, pair_scores), products, beta, doc_ids, scores, inverses, chunk,
+                batch_head, T, H, BH, C, DOCUMENTS, k.dtype.element_ty, PRECISION, SOLVING,
+            )  # fmt: skip
 
 
 @jit
 def operands_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
-    g,  # [B, T, H, K] fp32, log-decays, read with PARTS
-    sums,  # [B, T, H, K] fp32, their sums inside chunks, each through the token itself; written with PARTS, else read
+    g,  # [B, T, H, K] fp32, log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
-    start_keys,  # [B, T, H, K], written: k̄
-    end_keys,  # [B, T, H, K], written: k̃
-    queries,  # [B, T, H, K], written: scale · q̄
-    survival,  # [N, B, H, K] fp32, written: decays of a state over the chunks
+    sums,  # [B, T, H, K] fp32, written: sums of g inside chunks, each through the token itself
+    keys,  # [B, T, H, K], written: k⁺
+    end_keys,  # [B, T, H, K], written: k⁻
+    queries,  # [B, T, H, K], written: scale · q⁺
+    borders,  # [N, B, H, 3, K] fp32, written: factors of a state before, with and after a chunk's tokens
+    selves,  # [B, T, H] fp32, written: scale · q · k
+    plain,  # [N, B, H] int32, written: whether the chunk is plain
     scale,
     T,
     H: tl.constexpr,
@@ -221,27 +310,45 @@ def operands_kernel(
     DOCUMENTS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The operands of the walks with decays by channel, of one chunk of one head a program."""
+    """The operands of one chunk of one head a program, with decays by channel."""
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
     q += key_head_offset(batch_head, T, H, G, K)
     k += key_head_offset(batch_head, T, H, G, K)
     own = head_offset(batch_head, T, H, K)
     start = chunk * C
+    index = chunk.to(tl.int64) * BH + batch_head
+    rows = tl.arange(0, C)
+    last = tl.minimum(C, T - start) - 1
+    is_plain = 1
+    self = tl.zeros([C], tl.float32)
     for first_key in range(0, K, BK):
-        if PARTS is None:
-            through, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, True)
-        else:
-            through = tl.maximum(load_tile(g + own, start, T, H, K, first_key, C, BK), LEAST)
-            through = sum_tokens(tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :], through, PARTS)
-            store_tile(sums + own, through, start, T, H, K, first_key, C, BK)
-            total = tl.sum(tl.where((tl.arange(0, C) == C - 1)[:, None], through, 0.0), axis=0)[None, :]
-        from_start, to_end, survives = border_decays(through, total, doc_ids, start, T, C, DOCUMENTS)
-        keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
-        seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * from_start * scale
-        store_tile(start_keys + own, keys * from_start, start, T, H, K, first_key, C, BK)
-        store_tile(end_keys + own, keys * to_end, start, T, H, K, first_key, C, BK)
-        store_tile(queries + own, seen, start, T, H, K, first_key, C, BK)
+        decays = tl.maximum(load_tile(g + own, start, T, H, K, first_key, C, BK), LEAST)
+        pairs = ((rows > 0) & (rows <= last))[:, None]
+        slowest = tl.max(tl.where(pairs, decays, LEAST), axis=0)
+        through = sum_tokens(rows[:, None] >= rows[None, :], decays, PARTS)
+        store_tile(sums + own, through, start, T, H, K, first_key, C, BK)
+        # all threads' stores of the sums, before they load them in the layout of keys, with few registers
+        tl.debug_barrier()
+        through = load_tile(sums + own, start, T, H, K, first_key, C, BK)
+        is_mild, reference, end_reference, total = load_references(sums + own, start, T, H, K, first_key, C, BK)
+        # columns past K are mild
+        is_plain = tl.minimum(is_plain, tl.min((is_mild | (slowest <= -40.0)).to(tl.int32)))
+        later, earlier = decay(through - reference[None, :]), decay(end_reference[None, :] - through)
+        of_keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
+        seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * scale
+        self += tl.sum(seen * of_keys, axis=1)
+        store_tile(keys + own, of_keys * later, start, T, H, K, first_key, C, BK)
+        store_tile(end_keys + own, of_keys * earlier, start, T, H, K, first_key, C, BK)
+        store_tile(queries + own, seen * later, start, T, H, K, first_key, C, BK)
+        with_tokens = decay(end_reference - reference)
+        if DOCUMENTS:
+            _, before, end = load_doc_ids(doc_ids, start, T, C)
+            with_tokens = tl.where(before == end, with_tokens, 0.0)
         columns = first_key + tl.arange(0, BK)
-        pointers = survival + (chunk.to(tl.int64) * BH + batch_head) * K + columns[None, :]
-        tl.store(pointers, survives, mask=(columns < K)[None, :])
+        pointers = borders + index * 3 * K + columns
+        tl.store(pointers, decay(reference), mask=columns < K)
+        tl.store(pointers + K, with_tokens, mask=columns < K)
+        tl.store(pointers + 2 * K, decay(total - end_reference), mask=columns < K)
+    tl.store(plain + index, is_plain)
+    tl.store(selves + head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H, self, mask=rows <= last)

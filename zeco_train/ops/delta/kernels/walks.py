@@ -9,8 +9,9 @@ without v: those columns become the segment's transition. In reverse, dS after a
 
     dN = Pᵀ do + k̃ dS        dv = Fᵀ dN        dS ← decay ⊙ dS + (scale · q̄)ᵀ do − k̄ᵀ dv
 
-P and F are of `systems_kernel`. Decays by channel are in k̄, k̃ and scale · q̄, of `operands_kernel`; those by head are
-factors of rows of the other operand, so that keys and queries are read as they are, once for all heads that share them.
+P and F are of `systems_kernel`. Decays by channel are in k⁺, k⁻ and scale · q⁺, of `operands_kernel`, and in factors of
+states, which are stored with them; those by head are factors of rows of the other operand, so that keys and queries are
+read as they are, once for all heads that share them.
 
 States and gradients are fp32 in registers, and in the dtype of the tokens as operands of products. All are transposed,
 [BV, BK]: a product's result is then the first operand of the next one without a way through shared memory.
@@ -22,7 +23,7 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.systems import border_decays, load_decays
-from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
+from zeco_train.ops.gla.kernels.tiles import head_offset, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
@@ -47,26 +48,36 @@ def _load_borders(
     sums, doc_ids, batch_head, index, start, T, K, C: tl.constexpr, BK: tl.constexpr, BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state over it, [1, BK] or 1 × 1."""
+    """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state, [1, BK] or 1 × 1.
+
+    Those are before the chunk's tokens, with them, and after.
+    """
     if BY_CHANNEL:
         keys = tl.arange(0, BK)
-        survives = tl.load(sums + index * K + keys, mask=keys < K, other=0.0)[None, :]
+        entering = tl.load(sums + index * 3 * K + keys, mask=keys < K, other=0.0)[None, :]
+        survives = tl.load(sums + index * 3 * K + K + keys, mask=keys < K, other=0.0)[None, :]
+        leaving = tl.load(sums + index * 3 * K + 2 * K + keys, mask=keys < K, other=0.0)[None, :]
         from_start = tl.full([1, C], 1.0, tl.float32)
         to_end = from_start
+        if DOCUMENTS:
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
+            from_start = tl.where(own == before, 1.0, 0.0)[None, :]
+            to_end = tl.where(own == end, 1.0, 0.0)[None, :]
     else:
         own, total = load_decays(sums, batch_head, start, T, 1, K, 0, C, BK, BY_CHANNEL)
         from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
         from_start, to_end = tl.trans(from_start), tl.trans(to_end)
-    return from_start, to_end, survives
+        entering, leaving = 1.0, 1.0
+    return from_start, to_end, entering, survives, leaving
 
 
 @jit
 def forward_walk_kernel(
-    keys,  # [B, T, G, K]: k, or k̄ with BY_CHANNEL
-    end_keys,  # [B, T, G, K]: k̃, read with BY_CHANNEL
-    queries,  # [B, T, G, K]: q, or scale · q̄ with BY_CHANNEL; read with OUTPUTS
+    keys,  # [B, T, G, K]: k, or k⁺ with BY_CHANNEL
+    end_keys,  # [B, T, G, K]: k⁻, read with BY_CHANNEL
+    queries,  # [B, T, G, K]: q, or scale · q⁺ with BY_CHANNEL; read with OUTPUTS
     v,  # [B, T, H, V]
-    sums,  # [B, H, T] fp32; with BY_CHANNEL survival, [N, B, H, K] fp32
+    sums,  # [B, H, T] fp32; with BY_CHANNEL borders, [N, B, H, 3, K] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
     inverses,  # [N, B, H, C, C]: F
     scores,  # [N, B, H, C, C]: P, read with OUTPUTS
@@ -134,9 +145,11 @@ def forward_walk_kernel(
         values = load_tile(v, start, T, H, V, first_value, C, BV)
         solving = tl.trans(_load_pairs(inverses, index, C))
         leaving = load_tile(end_keys, start, T, G, K, 0, C, BK) if BY_CHANNEL else entering
-        from_start, to_end, survives = _load_borders(
+        from_start, to_end, before_tokens, survives, after_tokens = _load_borders(
             sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
         )
+        if BY_CHANNEL:
+            state *= before_tokens
         before = state.to(entering.dtype)
         held = tl.dot(before, tl.trans(entering), input_precision=PRECISION) * -from_start
         new = tl.dot(tl.trans(values), solving, input_precision=PRECISION)
@@ -149,12 +162,14 @@ def forward_walk_kernel(
         if OUTPUTS:
             seen = load_tile(queries, start, T, G, K, 0, C, BK)
             seen = tl.dot(before, tl.trans(seen), input_precision=PRECISION)
-            seen *= 1.0 if BY_CHANNEL else from_start * scale
+            seen *= from_start if BY_CHANNEL else from_start * scale
             pairs = tl.trans(_load_pairs(scores, index, C))
             seen = tl.dot(new.to(entering.dtype), pairs, seen, input_precision=PRECISION)
             store_tile(o, tl.trans(seen), start, T, H, V, first_value, C, BV)
         new = (new * to_end).to(entering.dtype)
         state = tl.dot(new, leaving, state * survives, input_precision=PRECISION)
+        if BY_CHANNEL:
+            state *= after_tokens
 
     if SUMMARIES:
         if is_state:
@@ -167,10 +182,10 @@ def forward_walk_kernel(
 
 @jit
 def reverse_walk_kernel(
-    keys,  # [B, T, G, K]: k, or k̄ with BY_CHANNEL
-    end_keys,  # [B, T, G, K]: k̃, read with BY_CHANNEL
-    queries,  # [B, T, G, K]: q, or scale · q̄ with BY_CHANNEL
-    sums,  # [B, H, T] fp32; with BY_CHANNEL survival, [N, B, H, K] fp32
+    keys,  # [B, T, G, K]: k, or k⁺ with BY_CHANNEL
+    end_keys,  # [B, T, G, K]: k⁻, read with BY_CHANNEL
+    queries,  # [B, T, G, K]: q, or scale · q⁺ with BY_CHANNEL
+    sums,  # [B, H, T] fp32; with BY_CHANNEL borders, [N, B, H, 3, K] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
     inverses,  # [N, B, H, C, C]: F
     scores,  # [N, B, H, C, C]: P
@@ -224,9 +239,11 @@ def reverse_walk_kernel(
         output_grads = tl.trans(load_tile(do, start, T, H, V, first_value, C, BV))
         solving = _load_pairs(inverses, index, C)
         pairs = _load_pairs(scores, index, C)
-        from_start, to_end, survives = _load_borders(
+        from_start, to_end, before_tokens, survives, after_tokens = _load_borders(
             sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
         )
+        if BY_CHANNEL:
+            grad *= after_tokens
         after = grad.to(entering.dtype)
         new = tl.dot(after, tl.trans(leaving), input_precision=PRECISION) * to_end
         new = tl.dot(output_grads, pairs, new, input_precision=PRECISION)
@@ -236,10 +253,13 @@ def reverse_walk_kernel(
             _, within = _columns_of(grads, index, K, V, first_value, BK, BV)
             tl.store(own, after, mask=within)
             store_tile(dv, tl.trans(solved), start, T, H, V, first_value, C, BV)
-        if not BY_CHANNEL:
-            output_grads = (output_grads.to(tl.float32) * (from_start * scale)).to(entering.dtype)
+        if DOCUMENTS or not BY_CHANNEL:
+            seen_share = from_start if BY_CHANNEL else from_start * scale
+            output_grads = (output_grads.to(tl.float32) * seen_share).to(entering.dtype)
         grad = tl.dot(output_grads, seen, grad * survives, input_precision=PRECISION)
         grad = tl.dot((solved * -from_start).to(entering.dtype), entering, grad, input_precision=PRECISION)
+        if BY_CHANNEL:
+            grad *= before_tokens
 
     if not STATES:
         pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
