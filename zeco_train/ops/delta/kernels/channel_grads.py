@@ -51,7 +51,7 @@ def _chunk_grads(
         output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
         score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
         pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
-    score_grads, self, pair_grads, visible = mask_pairs(
+    score_grads, self, pair_grads, _visible = mask_pairs(
         score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS, DTYPE
     )
     self = self[:, None]
@@ -203,6 +203,6 @@ def channel_grads_kernel(
         found = tl.load(plain + chunk.to(tl.int64) * BH + batch_head, mask=chunk < num_chunks, other=-1)
         if found == (1 if PLAIN else 0):
             _chunk_grads(
-                chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta, scale, T,
-                H, G, K, V, BH, C, BK, BV, DOCUMENTS, PRECISION, PLAIN,
+                chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
+                scale, T, H, G, K, V, BH, C, BK, BV, DOCUMENTS, PRECISION, PLAIN,
             )  # fmt: skip

@@ -116,7 +116,7 @@ def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr, SOLVING: tl.const
 
 @jit
 def load_references(sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
-    """Which channels of a chunk are mild, r, r', and b of its last token, [BK] each; sums are of its head, [T, H, K]."""
+    """Which channels of a chunk are mild, r, r', and b of its last token, [BK]; sums are of its head, [T, H, K]."""
     columns = first_key + tl.arange(0, BK)
     last = tl.minimum(C, T - start) - 1
     sums += start.to(tl.int64) * H * K + columns

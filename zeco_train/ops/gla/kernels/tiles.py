@@ -121,34 +121,6 @@ def split_decays(b, sums, shift, start, T, H, K, first_key, C: tl.constexpr, BK:
 
 
 @jit
-def are_mild(b, first_chunk, T, H, K, C: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr):
-    """Whether in all of these chunks decays to and from the middle token are at least e^-`LARGEST_EXPONENT`.
-
-    And that from the chunk's start to it e^-80, a factor of its own in delta rules. KEYS: at least K. Sums of
-    log-decays fall from token to token: the first and the last are farthest from the middle.
-    """
-    start = (first_chunk + tl.arange(0, CHUNKS)) * C
-    columns = tl.arange(0, KEYS)
-    inside = (start < T)[:, None] & (columns < K)[None, :]
-    first = tl.load(b + start.to(tl.int64)[:, None] * H * K + columns[None, :], mask=inside, other=0.0)
-    row = tl.minimum(start + C // 2, T) - 1
-    middle = tl.load(b + row.to(tl.int64)[:, None] * H * K + columns[None, :], mask=inside, other=0.0)
-    row = tl.minimum(start + C, T) - 1
-    last = tl.load(b + row.to(tl.int64)[:, None] * H * K + columns[None, :], mask=inside, other=0.0)
-    distances = tl.maximum(tl.abs(first - middle), tl.abs(middle - last))
-    return tl.max(tl.maximum(distances, -middle - 20.0)) <= LARGEST_EXPONENT
-
-
-@jit
-def from_middle(b, sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
-    """[C, BK] fp32, sums less those of the chunk's middle token; 0 past the end."""
-    columns = first_key + tl.arange(0, BK)
-    middle = tl.minimum(start + C // 2, T) - 1
-    reference = tl.load(b + middle.to(tl.int64) * H * K + columns, mask=columns < K, other=0.0)
-    return tl.where((tl.arange(0, C) < T - start)[:, None], sums - reference[None, :], 0.0)
-
-
-@jit
 def laid_out_like(x, product):
     """x, in the register layout of a matrix product of the same shape.
 
