@@ -43,14 +43,30 @@ def _chunk_grads(
     of_head = head_offset(batch_head, T, H, V)
     index = chunk.to(tl.int64) * BH + batch_head
     DTYPE: tl.constexpr = k.dtype.element_ty
+    _, reference, end_reference, _ = load_references(sums + of_keys, start, T, H, K, first_key, C, BK)
+    own = load_tile(sums + of_keys, start, T, H, K, first_key, C, BK)
+    queries = load_tile(q + of_group, start, T, G, K, first_key, C, BK)
+    keys = load_tile(k + of_group, start, T, G, K, first_key, C, BK)
     score_grads = tl.zeros([C, C], tl.float32)
     pair_grads = tl.zeros([C, C], tl.float32)
+    query_grads = tl.zeros([C, BK], tl.float32)
+    row_grads = tl.zeros([C, BK], tl.float32)
+    column_grads = tl.zeros([C, BK], tl.float32)
+    boundary_term = tl.zeros([BK, BK], tl.float32)  # on its diagonal
     for first_value in tl.range(0, V, BV, disable_licm=True):
         new = load_tile(added + of_head, start, T, H, V, first_value, C, BV)
         value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
         output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
+        state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
+        grad = load_transposed(grads, index, K, V, first_key, first_value, BK, BV)
         score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
         pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
+        query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
+        row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
+        column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
+        boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
+    channels = tl.arange(0, BK)
+    boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
     score_grads, self, pair_grads, _visible = mask_pairs(
         score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS, DTYPE
     )
@@ -62,85 +78,49 @@ def _chunk_grads(
     score_grads = round_to_tokens(score_grads, DTYPE, True)
     pair_grads = round_to_tokens(pair_grads, DTYPE, True)
 
-    column_grads = tl.zeros([C, BK], tl.float32)
-    boundary_term = tl.zeros([BK, BK], tl.float32)  # on its diagonal
-    for first_value in tl.range(0, V, BV, disable_licm=True):
-        new = load_tile(added + of_head, start, T, H, V, first_value, C, BV)
-        grad = load_transposed(grads, index, K, V, first_key, first_value, BK, BV)
-        state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
-        column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
-        boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
-    channels = tl.arange(0, BK)
-    boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
-    _, reference, end_reference, _ = load_references(sums + of_keys, start, T, H, K, first_key, C, BK)
-    own = laid_out_like(load_tile(sums + of_keys, start, T, H, K, first_key, C, BK), column_grads)
-    queries = laid_out_like(load_tile(q + of_group, start, T, G, K, first_key, C, BK), column_grads)
-    keys = laid_out_like(load_tile(k + of_group, start, T, G, K, first_key, C, BK), column_grads)
-    later, earlier = decay(own - reference[None, :]), decay(end_reference[None, :] - own)
+    reference, end_reference = reference[None, :], end_reference[None, :]
+    own = laid_out_like(own, query_grads)
+    queries = laid_out_like(queries, query_grads).to(tl.float32)
+    keys = laid_out_like(keys, query_grads).to(tl.float32)
     with_tokens = decay(end_reference - reference)
+    later, earlier = decay(own - reference), decay(end_reference - own)
+    query_grads *= scale
+    row_grads = -row_grads
     if DOCUMENTS:
         doc_ids_of, before, end = load_doc_ids(doc_ids, start, T, C)
+        query_grads = tl.where((doc_ids_of == before)[:, None], query_grads, 0.0)
+        row_grads = tl.where((doc_ids_of == before)[:, None], row_grads, 0.0)
         column_grads = tl.where((doc_ids_of == end)[:, None], column_grads, 0.0)
         with_tokens = tl.where(before == end, with_tokens, 0.0)
     if PLAIN:
-        turned_keys = round_to_tokens(keys.to(tl.float32) * earlier, DTYPE, True)
-        boundary_term = boundary_term * with_tokens + tl.sum(turned_keys.to(tl.float32) * column_grads, axis=0)
+        turned_keys = round_to_tokens(keys * earlier, DTYPE, True)
+        own_keys = round_to_tokens(keys * later, DTYPE, True)
+        own_queries = round_to_tokens(queries * later, DTYPE, True)
+        leaving = turned_keys.to(tl.float32) * column_grads
         # under conditions that always hold: see `_split_product` of the scalar decays
         if start < T:
-            own_queries = round_to_tokens(queries.to(tl.float32) * later, DTYPE, True)
+            query_grads = tl.dot(score_grads, turned_keys, query_grads, input_precision=PRECISION)
+            row_grads = tl.dot(pair_grads, turned_keys, row_grads, input_precision=PRECISION)
             column_grads = tl.dot(tl.trans(score_grads), own_queries, column_grads, input_precision=PRECISION)
         if T > 0:
-            own_keys = round_to_tokens(keys.to(tl.float32) * later, DTYPE, True)
             column_grads = tl.dot(tl.trans(pair_grads), own_keys, column_grads, input_precision=PRECISION)
-        terms = turned_keys.to(tl.float32) * -column_grads
-        key_grads = column_grads * earlier
+        terms = own_queries.to(tl.float32) * query_grads + own_keys.to(tl.float32) * row_grads
+        terms -= turned_keys.to(tl.float32) * column_grads
+        query_grads *= later
+        key_grads = row_grads * later + column_grads * earlier
     else:
-        column_grads *= earlier
-        leaving = keys.to(tl.float32) * column_grads
-        boundary_term = boundary_term * with_tokens + tl.sum(leaving, axis=0)
-        terms = -leaving
-        key_grads = column_grads
-
-    row_grads = tl.zeros([C, BK], tl.float32)
-    for first_value in tl.range(0, V, BV, disable_licm=True):
-        value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
-        state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
-        row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
-    row_grads = -row_grads
-    if DOCUMENTS:
-        row_grads = tl.where((doc_ids_of == before)[:, None], row_grads, 0.0)
-    if PLAIN:
-        if start < T:
-            row_grads = tl.dot(pair_grads, turned_keys, row_grads, input_precision=PRECISION)
-        terms += round_to_tokens(keys.to(tl.float32) * later, DTYPE, True).to(tl.float32) * row_grads
-        key_grads += row_grads * later
-    else:
+        query_grads *= later
         row_grads *= later
-        terms += keys.to(tl.float32) * row_grads
-        key_grads += row_grads
-
-    query_grads = tl.zeros([C, BK], tl.float32)
-    for first_value in tl.range(0, V, BV, disable_licm=True):
-        output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
-        state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
-        query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
-    query_grads *= scale
-    if DOCUMENTS:
-        query_grads = tl.where((doc_ids_of == before)[:, None], query_grads, 0.0)
-    if PLAIN:
-        if start < T:
-            query_grads = tl.dot(score_grads, turned_keys, query_grads, input_precision=PRECISION)
-        terms += round_to_tokens(queries.to(tl.float32) * later, DTYPE, True).to(tl.float32) * query_grads
-        query_grads *= later
-    else:
-        query_grads *= later
-        terms += queries.to(tl.float32) * query_grads
+        column_grads *= earlier
+        leaving = keys * column_grads
+        terms = queries * query_grads + keys * row_grads - leaving
+        key_grads = row_grads + column_grads
         for shift in range(6):
             is_later, factors = split_decays(sums + of_keys, own, shift, start, T, H, K, first_key, C, BK)
             to_later = tl.where(is_later, 1.0, 0.0)[:, None]
             split = split_pairs(shift, C)
-            decayed_keys = round_to_tokens(keys.to(tl.float32) * factors, DTYPE)
-            mixed = round_to_tokens(tl.where(is_later[:, None], queries, keys).to(tl.float32) * factors, DTYPE)
+            decayed_keys = round_to_tokens(keys * factors, DTYPE)
+            mixed = round_to_tokens(tl.where(is_later[:, None], queries, keys) * factors, DTYPE)
             of_scores = tl.dot(tl.where(split, score_grads, 0.0), mixed, input_precision=PRECISION)
             of_pairs = tl.dot(tl.where(split, pair_grads, 0.0), decayed_keys, input_precision=PRECISION)
             terms += mixed.to(tl.float32) * of_scores
@@ -149,12 +129,14 @@ def _chunk_grads(
             of_pairs *= factors
             query_grads += to_later * of_scores
             key_grads += to_later * of_pairs + (to_later - 1.0) * (of_scores + of_pairs)
+    store_tile(dq + of_keys, query_grads + self * keys, start, T, H, K, first_key, C, BK)
+    store_tile(dk + of_keys, key_grads + self * queries, start, T, H, K, first_key, C, BK)
+    # Σ_V S' ⊙ dS
+    boundary_term = boundary_term[None, :] * with_tokens + tl.sum(leaving, axis=0)[None, :]
     later_ones, goes_on, stays = later_tokens(doc_ids, start, T, C, DOCUMENTS)
     decay_grads = sum_tokens(later_ones, terms, 2 if tl.bfloat16 == DTYPE else 0)
-    decay_grads += tl.where(goes_on[:, None], boundary_term[None, :], 0.0)
+    decay_grads += tl.where(goes_on[:, None], boundary_term, 0.0)
     decay_grads = tl.where(stays[:, None], decay_grads, 0.0)
-    store_tile(dq + of_keys, query_grads + self * keys.to(tl.float32), start, T, H, K, first_key, C, BK)
-    store_tile(dk + of_keys, key_grads + self * queries.to(tl.float32), start, T, H, K, first_key, C, BK)
     store_tile(dg + of_keys, decay_grads, start, T, H, K, first_key, C, BK)
 
 

@@ -60,7 +60,7 @@ class DeltaTuning:
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
     grads: TileOptions = TileOptions(128, 64, 8, 2)
-    channel_grads: TileOptions = TileOptions(64, 64, 8, 2, 128)
+    channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
     join: TileOptions = TileOptions(32, 16, 8, 2)
     programs: int = 132  # of a walk, that saturate the chip, all at once
     joining: float = 2.0  # chunks that all walks together take as long for as for joining one more segment, estimated

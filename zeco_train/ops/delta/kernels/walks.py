@@ -44,19 +44,20 @@ def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.const
 
 
 @jit
-def _load_borders(
+def _load_border(borders, number, index, K, BK: tl.constexpr, inside=True):
+    """[1, BK], one of the factors of states of a chunk, number `index` of [.., 3, K]; 1 unless `inside`."""
+    keys = tl.arange(0, BK)
+    return tl.load(borders + (index * 3 + number) * K + keys, mask=(keys < K) & inside, other=1.0)[None, :]
+
+
+@jit
+def _load_decays(
     sums, doc_ids, batch_head, index, start, T, K, C: tl.constexpr, BK: tl.constexpr, BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state, [1, BK] or 1 × 1.
-
-    Those are before the chunk's tokens, with them, and after.
-    """
+    """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state over it, [1, BK] or 1 × 1."""
     if BY_CHANNEL:
-        keys = tl.arange(0, BK)
-        entering = tl.load(sums + index * 3 * K + keys, mask=keys < K, other=0.0)[None, :]
-        survives = tl.load(sums + index * 3 * K + K + keys, mask=keys < K, other=0.0)[None, :]
-        leaving = tl.load(sums + index * 3 * K + 2 * K + keys, mask=keys < K, other=0.0)[None, :]
+        survives = _load_border(sums, 1, index, K, BK)
         from_start = tl.full([1, C], 1.0, tl.float32)
         to_end = from_start
         if DOCUMENTS:
@@ -67,8 +68,7 @@ def _load_borders(
         own, total = load_decays(sums, batch_head, start, T, 1, K, 0, C, BK, BY_CHANNEL)
         from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
         from_start, to_end = tl.trans(from_start), tl.trans(to_end)
-        entering, leaving = 1.0, 1.0
-    return from_start, to_end, entering, survives, leaving
+    return from_start, to_end, survives
 
 
 @jit
@@ -145,11 +145,13 @@ def forward_walk_kernel(
         values = load_tile(v, start, T, H, V, first_value, C, BV)
         solving = tl.trans(_load_pairs(inverses, index, C))
         leaving = load_tile(end_keys, start, T, G, K, 0, C, BK) if BY_CHANNEL else entering
-        from_start, to_end, before_tokens, survives, after_tokens = _load_borders(
+        from_start, to_end, survives = _load_decays(
             sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
         )
         if BY_CHANNEL:
-            state *= before_tokens
+            # here both, since Triton prefetches only what an operand of a product is made of
+            state *= _load_border(sums, 2, index - BH, K, BK, step > 0)
+            state *= _load_border(sums, 0, index, K, BK)
         before = state.to(entering.dtype)
         held = tl.dot(before, tl.trans(entering), input_precision=PRECISION) * -from_start
         new = tl.dot(tl.trans(values), solving, input_precision=PRECISION)
@@ -168,9 +170,9 @@ def forward_walk_kernel(
             store_tile(o, tl.trans(seen), start, T, H, V, first_value, C, BV)
         new = (new * to_end).to(entering.dtype)
         state = tl.dot(new, leaving, state * survives, input_precision=PRECISION)
-        if BY_CHANNEL:
-            state *= after_tokens
 
+    if BY_CHANNEL:
+        state *= _load_border(sums, 2, (end_chunk - 1).to(tl.int64) * BH + batch_head, K, BK)
     if SUMMARIES:
         if is_state:
             pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
@@ -239,11 +241,12 @@ def reverse_walk_kernel(
         output_grads = tl.trans(load_tile(do, start, T, H, V, first_value, C, BV))
         solving = _load_pairs(inverses, index, C)
         pairs = _load_pairs(scores, index, C)
-        from_start, to_end, before_tokens, survives, after_tokens = _load_borders(
+        from_start, to_end, survives = _load_decays(
             sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
         )
         if BY_CHANNEL:
-            grad *= after_tokens
+            grad *= _load_border(sums, 0, index + BH, K, BK, step > 0)
+            grad *= _load_border(sums, 2, index, K, BK)
         after = grad.to(entering.dtype)
         new = tl.dot(after, tl.trans(leaving), input_precision=PRECISION) * to_end
         new = tl.dot(output_grads, pairs, new, input_precision=PRECISION)
@@ -258,10 +261,10 @@ def reverse_walk_kernel(
             output_grads = (output_grads.to(tl.float32) * seen_share).to(entering.dtype)
         grad = tl.dot(output_grads, seen, grad * survives, input_precision=PRECISION)
         grad = tl.dot((solved * -from_start).to(entering.dtype), entering, grad, input_precision=PRECISION)
-        if BY_CHANNEL:
-            grad *= before_tokens
 
     if not STATES:
+        if BY_CHANNEL:
+            grad *= _load_border(sums, 0, first_chunk.to(tl.int64) * BH + batch_head, K, BK)
         pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
         tl.store(pointers, grad, mask=inside)
 
