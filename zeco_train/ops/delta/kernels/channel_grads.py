@@ -14,7 +14,7 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.grads import later_tokens, load_transposed, mask_pairs, round_to_tokens
-from zeco_train.ops.delta.kernels.systems import load_references
+from zeco_train.ops.delta.kernels.systems import is_served, load_references
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
@@ -163,7 +163,7 @@ def channel_grads_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BH,
-    plain,  # [N, B, H] int32, of `operands_kernel`
+    plain,  # [N, B, H, TILES] int8, of `operands_kernel`
     num_chunks,
     C: tl.constexpr,
     BK: tl.constexpr,
@@ -172,18 +172,15 @@ def channel_grads_kernel(
     PRECISION: tl.constexpr,
     PLAIN: tl.constexpr,
     CHUNKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """One program serves one chunk of one head, or some, BK channels of the keys at a time.
-
-    PLAIN: a program a chunk, for plain ones; else only for the others, a program for CHUNKS.
-    """
+    """One program serves BK channels of the keys of CHUNKS chunks of one head, see `is_served`."""
     key_tiles: tl.constexpr = (K + BK - 1) // BK
     tile = tl.program_id(0) % key_tiles
     batch_head = tl.program_id(1)
     for step in range(CHUNKS):
         chunk = tl.program_id(0) // key_tiles * CHUNKS + step
-        found = tl.load(plain + chunk.to(tl.int64) * BH + batch_head, mask=chunk < num_chunks, other=-1)
-        if found == (1 if PLAIN else 0):
+        if is_served(plain, chunk, batch_head, BH, num_chunks, TILES, PLAIN):
             _chunk_grads(
                 chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
                 scale, T, H, G, K, V, BH, C, BK, BV, DOCUMENTS, PRECISION, PLAIN,

@@ -52,9 +52,10 @@ class DeltaTuning:
     """Options of each kernel, by its name, and of the layout in time."""
 
     systems: TileOptions = TileOptions(128, 64, 4, 1)
-    # The next two, and those by name, with decays by channel.
+    # With decays by channel, as those whose names say so: of the forward pass, with the sums, and of the backward pass.
     channel_systems: TileOptions = TileOptions(64, 64, 4, 2)
-    operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
+    first_operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
+    operands: TileOptions = TileOptions(64, 64, 8, 1)
     # Of the walks: the segments', and all others; with decays by channel all.
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
@@ -71,7 +72,7 @@ def _walks(walk: TileOptions) -> DeltaTuning:
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW)
+    return DeltaTuning(*[_NARROW] * 4, walk, walk, walk, _NARROW, _NARROW)
 
 
 # Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
@@ -108,7 +109,7 @@ class WalkOperands:
     decays: Tensor  # [B, H, T] fp32; by channel [N, B, H, 3, K]
     inverses: Tensor  # [N, B, H, C, C]
     scores: Tensor  # [N, B, H, C, C]
-    plain: Tensor | None = None  # [N, B, H] int32, by channel
+    plain: Tensor | None  # [N, B, H, tiles] int8, by channel
 
 
 class DeltaKernels:
@@ -150,9 +151,10 @@ class DeltaKernels:
         segments = max(1, min(segments, balanced, self.num_chunks))
         self.segment_chunks = cdiv(self.num_chunks, segments)
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
-        # (N, B, H), (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
-        self.chunks_shape = self.num_chunks, self.B, self.H
-        self.pairs_shape = *self.chunks_shape, CHUNK, CHUNK
+        self.tiles = cdiv(self.K, self._tile(tuning.first_operands)[0])
+        # (N, B, H, tiles), (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
+        self.plain_shape = self.num_chunks, self.B, self.H, self.tiles
+        self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
         self.states_shape = self.num_chunks, self.B, self.H, self.V, self.K
         self.starts_shape = self.num_segments, self.B, self.H, self.K, self.V
         self.transitions_shape = self.num_segments, self.B, self.H, self.K, self.K
@@ -171,7 +173,7 @@ class DeltaKernels:
     def _by_token(self, width: int, heads: int | None = None) -> Tensor:
         return self._new(self.B, self.T, heads or self.H, width, dtype=self.dtype)
 
-    def operands(self, q: Tensor, g: Tensor | None = None) -> WalkOperands:
+    def systems(self, q: Tensor, g: Tensor | None) -> WalkOperands:
         """The operands of the walks, with P and F; with g, [B, T, H, K], its sums are written, too."""
         scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
         options = self.tuning.channel_systems if self.by_channel else self.tuning.systems
@@ -184,27 +186,41 @@ class DeltaKernels:
         del constants["BY_CHANNEL"]
         if g is None:
             systems_kernel[(self.num_chunks, self.BH)](q, self.k, self.sums, *pairs, **constants)
-            return WalkOperands(self.k, self.k, q, self.sums, inverses, scores)
-        keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
-        borders, selves = self._new(*self.chunks_shape, 3, self.K), torch.empty_like(self.beta)
-        plain = self._new(*self.chunks_shape, dtype=torch.int32)
-        self._operands(q, g, keys, end_keys, queries, borders, selves, plain)
-        constants["ONE_LAYOUT"] = BK == CHUNK
+            return self.operands(q, scores, inverses)
+        selves, plain = self._new(self.B, self.T, self.H, self.tiles), self._new(*self.plain_shape, dtype=torch.int8)
+        operands = self.operands(q, scores, inverses, plain, g, selves)
+        constants |= {"ONE_LAYOUT": BK == CHUNK, "TILES": self.tiles}
         for is_plain, chunks in ((True, 1), (False, GROUP)):
             channel_systems_kernel[(cdiv(self.num_chunks, chunks), self.BH)](
-                q, self.k, self.sums, queries, keys, end_keys, selves, plain, *pairs, self.num_chunks, PLAIN=is_plain,
-                CHUNKS=chunks, **constants,
+                q, self.k, self.sums, operands.queries, operands.keys, operands.end_keys, selves, plain, *pairs,
+                self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, **constants,
             )  # fmt: skip
-        return WalkOperands(keys, end_keys, queries, borders, inverses, scores, plain)
+        return operands
 
-    def _operands(self, q: Tensor, g: Tensor, *written: Tensor) -> None:
-        BK, _ = self._tile(self.tuning.operands)
+    def operands(
+        self,
+        q: Tensor,
+        scores: Tensor,
+        inverses: Tensor,
+        plain: Tensor | None = None,
+        g: Tensor | None = None,
+        selves: Tensor | None = None,
+    ) -> WalkOperands:
+        """The operands of the walks, of P and F; with g, its sums, `plain` and `selves` are written, too."""
+        if plain is None:
+            return WalkOperands(self.k, self.k, q, self.sums, inverses, scores, None)
+        keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
+        borders = self._new(self.num_chunks, self.B, self.H, 3, self.K)
+        options = self.tuning.operands if g is None else self.tuning.first_operands
+        BK, _ = self._tile(options)
         # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
-        parts = 0 if triton.knobs.runtime.interpret else 3
-        operands_kernel[(self.num_chunks, self.BH)](
-            q, self.k, g, self.doc_ids, self.sums, *written, self.scale, self.T, self.H, self.G, self.K, self.BH,
-            C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts, **self.tuning.operands.launch,
+        parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
+        operands_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
+            q, self.k, g, self.sums, self.doc_ids, keys, end_keys, queries, borders, selves, plain, self.scale,
+            self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts,
+            **options.launch,
         )  # fmt: skip
+        return WalkOperands(keys, end_keys, queries, borders, inverses, scores, plain)
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
         """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
@@ -315,7 +331,7 @@ class DeltaKernels:
         if by_channel:
             for is_plain, chunks in ((True, 1), (False, GROUP)):
                 channel_grads_kernel[(cdiv(self.num_chunks, chunks) * tiles, self.BH)](
-                    *operands, plain, self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, **constants
+                    *operands, plain, self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, TILES=self.tiles, **constants
                 )
         else:
             grid = self.num_chunks * tiles, self.BH // heads
@@ -337,7 +353,7 @@ class _DeltaKernelForward(ForwardBase):
             self._sums = decay_sums(dense(g[0]), CHUNK) if g else _no_decay(beta)
         where, gated = (self.doc_ids, self.scale), self._gated
         self._launcher = DeltaKernels(k, v, self._sums, beta, *where, options_for(k), gated=gated)
-        self._operands = self._launcher.operands(q, of_channels)
+        self._operands = self._launcher.systems(q, of_channels)
         self._states, self._transitions = self._launcher.summaries(self._operands)
 
     @cached_property
@@ -355,10 +371,9 @@ class _DeltaKernelForward(ForwardBase):
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
         starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
-        of_chunks = self._operands
-        kept = of_chunks.scores, of_chunks.inverses, starts, self._transitions
-        if of_chunks.plain is not None:
-            kept += of_chunks.keys, of_chunks.end_keys, of_chunks.queries, of_chunks.decays, of_chunks.plain
+        kept = starts, self._transitions, self._operands.scores, self._operands.inverses
+        if self._operands.plain is not None:
+            kept += (self._operands.plain,)
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
         return self._launcher.outputs(self._operands, starts)
 
@@ -368,12 +383,11 @@ class _DeltaKernelBackward(BackwardBase):
         # The fourth operand, g, has been replaced by its sums (`CUDA_GATED.replaced`).
         q, k, v, *sums, beta = operands
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, self.do))
-        scores, inverses, self._starts, self._transitions, *by_channel = self.saved
+        self._starts, self._transitions, *pairs = self.saved
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
         where, gated = (self.doc_ids, self.scale), bool(sums)
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
-        keys, end_keys, queries, decays, plain = by_channel or (k, k, self._q, of_decays, None)
-        self._operands = WalkOperands(keys, end_keys, queries, decays, inverses, scores, plain)
+        self._operands = self._launcher.operands(self._q, *pairs)
         self._local = self._launcher.local_grads(self._operands, self._do)
 
     @cached_property
@@ -409,11 +423,9 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # For the shapes only, which do not depend on documents or the scale.
     launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=bool(g))
     pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
-    kept = *pairs, beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape)
+    kept = beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape), *pairs
     if launcher.by_channel:
-        by_token = (v.new_empty(*v.shape[:3], k.shape[3]) for _ in range(3))
-        shape = launcher.chunks_shape
-        kept += *by_token, beta.new_empty(*shape, 3, k.shape[3]), beta.new_empty(shape, dtype=torch.int32)
+        kept += (beta.new_empty(launcher.plain_shape, dtype=torch.int8),)
     return (_like_g(sums), *kept) if g else kept
 
 

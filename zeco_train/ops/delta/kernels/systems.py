@@ -35,7 +35,6 @@ from zeco_train.ops.gla.kernels.tiles import (
     laid_out_like,
     load_doc_ids,
     load_last_row,
-    load_rows,
     load_tile,
     split_decays,
     split_pairs,
@@ -82,6 +81,7 @@ def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl
     return from_start, to_end, survives
 
 
+VANISHING: tl.constexpr = tl.constexpr(-40.0)
 # Of what fp16 numbers hold in products for the inverse.
 _UNIT: tl.constexpr = tl.constexpr(2.0**10)
 
@@ -221,6 +221,14 @@ def systems_kernel(
 
 
 @jit
+def is_served(plain, chunk, batch_head, BH, num_chunks, TILES: tl.constexpr, PLAIN: tl.constexpr):
+    """Whether a launch serves the chunk: with PLAIN those that are plain in all TILES tiles of keys, else the others."""
+    flags = plain + (chunk.to(tl.int64) * BH + batch_head) * TILES + tl.arange(0, TILES)
+    inside = chunk < num_chunks
+    return inside & (tl.min(tl.load(flags, mask=inside, other=0).to(tl.int32)) == (1 if PLAIN else 0))
+
+
+@jit
 def channel_systems_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
@@ -228,8 +236,8 @@ def channel_systems_kernel(
     queries,  # [B, T, H, K], as the next two of `operands_kernel`: scale · q⁺
     keys,  # [B, T, H, K]: k⁺
     end_keys,  # [B, T, H, K]: k⁻
-    selves,  # [B, T, H] fp32: scale · q · k
-    plain,  # [N, B, H] int32
+    selves,  # [B, T, H, tiles] fp32: parts of scale · q · k
+    plain,  # [N, B, H, tiles] int8
     beta,  # [B, T, H] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
@@ -249,11 +257,9 @@ def channel_systems_kernel(
     ONE_LAYOUT: tl.constexpr,
     PLAIN: tl.constexpr,
     CHUNKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """`systems_kernel` with decays by channel. ONE_LAYOUT: BK is C.
-
-    PLAIN: a program a chunk, for plain ones; else only for the others, a program for CHUNKS.
-    """
+    """`systems_kernel` with decays by channel, CHUNKS a program, see `is_served`. ONE_LAYOUT: BK is C."""
     batch_head = tl.program_id(1)
     rows = tl.arange(0, C)
     own = head_offset(batch_head, T, H, K)
@@ -261,9 +267,7 @@ def channel_systems_kernel(
     for step in range(CHUNKS):
         chunk = tl.program_id(0) * CHUNKS + step
         start = chunk * C
-        inside = chunk < num_chunks
-        found = tl.load(plain + chunk.to(tl.int64) * BH + batch_head, mask=inside, other=-1)
-        if found == (1 if PLAIN else 0):
+        if is_served(plain, chunk, batch_head, BH, num_chunks, TILES, PLAIN):
             if PLAIN:
                 pair_scores = tl.zeros([C, C], tl.float32)
                 products = tl.zeros([C, C], tl.float32)
@@ -279,9 +283,9 @@ def channel_systems_kernel(
                     q + of_group, k + of_group, sums + own, chunk, T, H, G, K, C, BK, PRECISION, ONE_LAYOUT
                 )
                 pair_scores *= scale
-            own_scores = load_rows(selves + head_offset(batch_head, T, H, 1), rows, start, T, H, 1, 0, 1)
+            parts = load_tile(selves + head_offset(batch_head, T, H, TILES), start, T, H, TILES, 0, C, TILES)
             _write_system(
-                tl.where(is_self, own_scores, pair_scores), products, beta, doc_ids, scores, inverses, chunk,
+                tl.where(is_self, tl.sum(parts, axis=1)[:, None], pair_scores), products, beta, doc_ids, scores, inverses, chunk,
                 batch_head, T, H, BH, C, DOCUMENTS, k.dtype.element_ty, PRECISION, SOLVING,
             )  # fmt: skip
 
@@ -290,15 +294,15 @@ def channel_systems_kernel(
 def operands_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
-    g,  # [B, T, H, K] fp32, log-decays
+    g,  # [B, T, H, K] fp32, log-decays, read with PARTS
+    sums,  # [B, T, H, K] fp32, their sums inside chunks, each through the token itself; written with PARTS, else read
     doc_ids,  # [T] int32, read with DOCUMENTS
-    sums,  # [B, T, H, K] fp32, written: sums of g inside chunks, each through the token itself
     keys,  # [B, T, H, K], written: k⁺
     end_keys,  # [B, T, H, K], written: k⁻
     queries,  # [B, T, H, K], written: scale · q⁺
     borders,  # [N, B, H, 3, K] fp32, written: factors of a state before, with and after a chunk's tokens
-    selves,  # [B, T, H] fp32, written: scale · q · k
-    plain,  # [N, B, H] int32, written: whether the chunk is plain
+    selves,  # [B, T, H, tiles] fp32, written with PARTS: scale · q · k, of the keys' tiles
+    plain,  # [N, B, H, tiles] int8, written with PARTS: whether the chunk is plain
     scale,
     T,
     H: tl.constexpr,
@@ -310,45 +314,48 @@ def operands_kernel(
     DOCUMENTS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The operands of one chunk of one head a program, with decays by channel."""
-    chunk = tl.program_id(0)
+    """The operands of BK channels of one chunk of one head a program, with decays by channel."""
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    chunk = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(1)
     q += key_head_offset(batch_head, T, H, G, K)
     k += key_head_offset(batch_head, T, H, G, K)
     own = head_offset(batch_head, T, H, K)
     start = chunk * C
+    first_key = tile * BK
     index = chunk.to(tl.int64) * BH + batch_head
     rows = tl.arange(0, C)
     last = tl.minimum(C, T - start) - 1
-    is_plain = 1
-    self = tl.zeros([C], tl.float32)
-    for first_key in range(0, K, BK):
+    if PARTS is not None:
         decays = tl.maximum(load_tile(g + own, start, T, H, K, first_key, C, BK), LEAST)
         pairs = ((rows > 0) & (rows <= last))[:, None]
         slowest = tl.max(tl.where(pairs, decays, LEAST), axis=0)
-        through = sum_tokens(rows[:, None] >= rows[None, :], decays, PARTS)
-        store_tile(sums + own, through, start, T, H, K, first_key, C, BK)
+        written = sum_tokens(rows[:, None] >= rows[None, :], decays, PARTS)
+        store_tile(sums + own, written, start, T, H, K, first_key, C, BK)
         # all threads' stores of the sums, before they load them in the layout of keys, with few registers
         tl.debug_barrier()
-        through = load_tile(sums + own, start, T, H, K, first_key, C, BK)
-        is_mild, reference, end_reference, total = load_references(sums + own, start, T, H, K, first_key, C, BK)
-        # columns past K are mild
-        is_plain = tl.minimum(is_plain, tl.min((is_mild | (slowest <= -40.0)).to(tl.int32)))
-        later, earlier = decay(through - reference[None, :]), decay(end_reference[None, :] - through)
-        of_keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
-        seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * scale
-        self += tl.sum(seen * of_keys, axis=1)
-        store_tile(keys + own, of_keys * later, start, T, H, K, first_key, C, BK)
-        store_tile(end_keys + own, of_keys * earlier, start, T, H, K, first_key, C, BK)
-        store_tile(queries + own, seen * later, start, T, H, K, first_key, C, BK)
-        with_tokens = decay(end_reference - reference)
-        if DOCUMENTS:
-            _, before, end = load_doc_ids(doc_ids, start, T, C)
-            with_tokens = tl.where(before == end, with_tokens, 0.0)
-        columns = first_key + tl.arange(0, BK)
-        pointers = borders + index * 3 * K + columns
-        tl.store(pointers, decay(reference), mask=columns < K)
-        tl.store(pointers + K, with_tokens, mask=columns < K)
-        tl.store(pointers + 2 * K, decay(total - end_reference), mask=columns < K)
-    tl.store(plain + index, is_plain)
-    tl.store(selves + head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H, self, mask=rows <= last)
+    through = load_tile(sums + own, start, T, H, K, first_key, C, BK)
+    is_mild, reference, end_reference, total = load_references(sums + own, start, T, H, K, first_key, C, BK)
+    if PARTS is not None:
+        # channels past K are mild
+        is_plain = tl.min((is_mild | (slowest <= VANISHING)).to(tl.int32))
+        tl.store(plain + index * tiles + tile, is_plain.to(tl.int8))
+    later, earlier = decay(through - reference[None, :]), decay(end_reference[None, :] - through)
+    of_keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
+    seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * scale
+    if PARTS is not None:
+        pointers = selves + (head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H) * tiles + tile
+        tl.store(pointers, tl.sum(seen * of_keys, axis=1), mask=rows <= last)
+    store_tile(keys + own, of_keys * later, start, T, H, K, first_key, C, BK)
+    store_tile(end_keys + own, of_keys * earlier, start, T, H, K, first_key, C, BK)
+    store_tile(queries + own, seen * later, start, T, H, K, first_key, C, BK)
+    with_tokens = decay(end_reference - reference)
+    if DOCUMENTS:
+        _, before, end = load_doc_ids(doc_ids, start, T, C)
+        with_tokens = tl.where(before == end, with_tokens, 0.0)
+    columns = first_key + tl.arange(0, BK)
+    pointers = borders + index * 3 * K + columns
+    tl.store(pointers, decay(reference), mask=columns < K)
+    tl.store(pointers + K, with_tokens, mask=columns < K)
+    tl.store(pointers + 2 * K, decay(total - end_reference), mask=columns < K)
