@@ -14,7 +14,7 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.grads import later_tokens, load_transposed, mask_pairs, round_to_tokens
-from zeco_train.ops.delta.kernels.systems import is_served, load_references
+from zeco_train.ops.delta.kernels.systems import load_kind, load_references
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
@@ -163,7 +163,7 @@ def channel_grads_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BH,
-    plain,  # [N, B, H, TILES] int8, of `operands_kernel`
+    kinds,  # [N, B, H, TILES] int8, of `operands_kernel`
     num_chunks,
     C: tl.constexpr,
     BK: tl.constexpr,
@@ -174,13 +174,14 @@ def channel_grads_kernel(
     CHUNKS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program serves BK channels of the keys of CHUNKS chunks of one head, see `is_served`."""
+    """One program serves BK channels of the keys of CHUNKS chunks of one head, those that are plain or the others."""
     key_tiles: tl.constexpr = (K + BK - 1) // BK
     tile = tl.program_id(0) % key_tiles
     batch_head = tl.program_id(1)
     for step in range(CHUNKS):
         chunk = tl.program_id(0) // key_tiles * CHUNKS + step
-        if is_served(plain, chunk, batch_head, BH, num_chunks, TILES, PLAIN):
+        kind = load_kind(kinds, chunk.to(tl.int64) * BH + batch_head, chunk < num_chunks, TILES)
+        if (kind > 0) == PLAIN and kind >= 0:
             _chunk_grads(
                 chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,
                 scale, T, H, G, K, V, BH, C, BK, BV, DOCUMENTS, PRECISION, PLAIN,

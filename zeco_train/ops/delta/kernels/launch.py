@@ -109,7 +109,7 @@ class WalkOperands:
     decays: Tensor  # [B, H, T] fp32; by channel [N, B, H, 3, K]
     inverses: Tensor  # [N, B, H, C, C]
     scores: Tensor  # [N, B, H, C, C]
-    plain: Tensor | None  # [N, B, H, tiles] int8, by channel
+    kinds: Tensor | None  # [N, B, H, tiles] int8, by channel
 
 
 class DeltaKernels:
@@ -153,7 +153,7 @@ class DeltaKernels:
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
         self.tiles = cdiv(self.K, self._tile(tuning.first_operands)[0])
         # (N, B, H, tiles), (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
-        self.plain_shape = self.num_chunks, self.B, self.H, self.tiles
+        self.kinds_shape = self.num_chunks, self.B, self.H, self.tiles
         self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
         self.states_shape = self.num_chunks, self.B, self.H, self.V, self.K
         self.starts_shape = self.num_segments, self.B, self.H, self.K, self.V
@@ -187,12 +187,12 @@ class DeltaKernels:
         if g is None:
             systems_kernel[(self.num_chunks, self.BH)](q, self.k, self.sums, *pairs, **constants)
             return self.operands(q, scores, inverses)
-        selves, plain = self._new(self.B, self.T, self.H, self.tiles), self._new(*self.plain_shape, dtype=torch.int8)
-        operands = self.operands(q, scores, inverses, plain, g, selves)
+        selves, kinds = self._new(self.B, self.T, self.H, self.tiles), self._new(*self.kinds_shape, dtype=torch.int8)
+        operands = self.operands(q, scores, inverses, kinds, g, selves)
         constants |= {"ONE_LAYOUT": BK == CHUNK, "TILES": self.tiles}
         for is_plain, chunks in ((True, 1), (False, GROUP)):
             channel_systems_kernel[(cdiv(self.num_chunks, chunks), self.BH)](
-                q, self.k, self.sums, operands.queries, operands.keys, operands.end_keys, selves, plain, *pairs,
+                q, self.k, self.sums, operands.queries, operands.keys, operands.end_keys, selves, kinds, *pairs,
                 self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, **constants,
             )  # fmt: skip
         return operands
@@ -202,12 +202,12 @@ class DeltaKernels:
         q: Tensor,
         scores: Tensor,
         inverses: Tensor,
-        plain: Tensor | None = None,
+        kinds: Tensor | None = None,
         g: Tensor | None = None,
         selves: Tensor | None = None,
     ) -> WalkOperands:
-        """The operands of the walks, of P and F; with g, its sums, `plain` and `selves` are written, too."""
-        if plain is None:
+        """The operands of the walks, of P and F; with g, its sums, `kinds` and `selves` are written, too."""
+        if kinds is None:
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores, None)
         keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
         borders = self._new(self.num_chunks, self.B, self.H, 3, self.K)
@@ -216,11 +216,11 @@ class DeltaKernels:
         # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
         parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
         operands_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            q, self.k, g, self.sums, self.doc_ids, keys, end_keys, queries, borders, selves, plain, self.scale,
+            q, self.k, g, self.sums, self.doc_ids, keys, end_keys, queries, borders, selves, kinds, self.scale,
             self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts,
             **options.launch,
         )  # fmt: skip
-        return WalkOperands(keys, end_keys, queries, borders, inverses, scores, plain)
+        return WalkOperands(keys, end_keys, queries, borders, inverses, scores, kinds)
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
         """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
@@ -258,9 +258,9 @@ class DeltaKernels:
         tiles = cdiv(self.V, BV) + (cdiv(self.K, BV) if starts is None else 0)
         forward_walk_kernel[(tiles, self.BH, self.num_segments)](
             operands.keys, operands.end_keys, operands.queries, self.v, operands.decays, self.doc_ids,
-            operands.inverses, operands.scores, starts, totals, transitions, o, states, added, self.scale,
+            operands.kinds, operands.inverses, operands.scores, starts, totals, transitions, o, states, added, self.scale,
             self.T, self.H, operands.keys.shape[2], self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, SUMMARIES=starts is None, OUTPUTS=o is not None, STATES=states is not None,
+            BK=BK, BV=BV, TILES=self.tiles, SUMMARIES=starts is None, OUTPUTS=o is not None, STATES=states is not None,
             **self.flags, **options.launch,
         )  # fmt: skip
 
@@ -291,9 +291,9 @@ class DeltaKernels:
     ) -> None:
         BK, BV = self._walk_tile(self._walk)
         reverse_walk_kernel[(cdiv(self.V, BV), self.BH, self.num_segments)](
-            operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.inverses,
-            operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H, operands.keys.shape[2], self.K,
-            self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV, STATES=ends is not None,
+            operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.kinds,
+            operands.inverses, operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H, operands.keys.shape[2], self.K,
+            self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV, TILES=self.tiles, STATES=ends is not None,
             **self.flags, **self._walk.launch,
         )  # fmt: skip
 
@@ -311,7 +311,7 @@ class DeltaKernels:
         return found
 
     def input_grads(
-        self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor, plain: Tensor | None
+        self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor, kinds: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dg (None unless gated) and dβ."""
         options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
@@ -331,7 +331,7 @@ class DeltaKernels:
         if by_channel:
             for is_plain, chunks in ((True, 1), (False, GROUP)):
                 channel_grads_kernel[(cdiv(self.num_chunks, chunks) * tiles, self.BH)](
-                    *operands, plain, self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, TILES=self.tiles, **constants
+                    *operands, kinds, self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, TILES=self.tiles, **constants
                 )
         else:
             grid = self.num_chunks * tiles, self.BH // heads
@@ -372,8 +372,8 @@ class _DeltaKernelForward(ForwardBase):
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
         starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
         kept = starts, self._transitions, self._operands.scores, self._operands.inverses
-        if self._operands.plain is not None:
-            kept += (self._operands.plain,)
+        if self._operands.kinds is not None:
+            kept += (self._operands.kinds,)
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
         return self._launcher.outputs(self._operands, starts)
 
@@ -403,7 +403,7 @@ class _DeltaKernelBackward(BackwardBase):
         ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
         grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
         of_tokens = self._states, grads, self._added, dv
-        dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, *of_tokens, self._operands.plain)
+        dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, *of_tokens, self._operands.kinds)
         return (dq, dk, dv, dbeta) if dg is None else (dq, dk, dv, dg, dbeta)
 
 
@@ -425,7 +425,7 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
     kept = beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape), *pairs
     if launcher.by_channel:
-        kept += (beta.new_empty(launcher.plain_shape, dtype=torch.int8),)
+        kept += (beta.new_empty(launcher.kinds_shape, dtype=torch.int8),)
     return (_like_g(sums), *kept) if g else kept
 
 

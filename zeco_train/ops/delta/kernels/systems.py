@@ -82,6 +82,18 @@ def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl
 
 
 VANISHING: tl.constexpr = tl.constexpr(-40.0)
+WEAK: tl.constexpr = tl.constexpr(2)
+
+
+@jit
+def load_kind(kinds, index, inside, TILES: tl.constexpr):
+    """Of chunk number `index`: 0, 1 if it is plain, WEAK if its states have no factor but after the tokens; else −1."""
+    kind = tl.load(kinds + index * TILES, mask=inside, other=-1)
+    for tile in tl.static_range(1, TILES):
+        kind = tl.minimum(kind, tl.load(kinds + index * TILES + tile, mask=inside, other=-1))
+    return kind
+
+
 # Of what fp16 numbers hold in products for the inverse.
 _UNIT: tl.constexpr = tl.constexpr(2.0**10)
 
@@ -116,16 +128,21 @@ def _inverse(system, C: tl.constexpr, PRECISION: tl.constexpr, SOLVING: tl.const
 
 @jit
 def load_references(sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr):
-    """Which channels of a chunk are mild, r, r', and b of its last token, [BK]; sums are of its head, [T, H, K]."""
+    """Of a chunk which channels have one reference, r, r', and b of its last token, [BK].
+
+    sums: those of the chunk's head, [T, H, K].
+    """
     columns = first_key + tl.arange(0, BK)
     last = tl.minimum(C, T - start) - 1
     sums += start.to(tl.int64) * H * K + columns
     first = tl.load(sums, mask=columns < K, other=0.0)
     middle = tl.load(sums + tl.minimum(last, C // 2 - 1) * H * K, mask=columns < K, other=0.0)
     total = tl.load(sums + last * H * K, mask=columns < K, other=0.0)
+    is_weak = total >= -LARGEST_EXPONENT
     distance = tl.maximum(first - middle, middle - total)
-    is_mild = tl.maximum(distance, -20.0 - middle) <= LARGEST_EXPONENT
-    return is_mild, tl.where(is_mild, middle, 0.0), tl.where(is_mild, middle, total), total
+    is_mild = is_weak | (tl.maximum(distance, -20.0 - middle) <= LARGEST_EXPONENT)
+    reference = tl.where(is_mild & ~is_weak, middle, 0.0)
+    return is_mild, reference, tl.where(is_mild, reference, total), total
 
 
 @jit
@@ -221,14 +238,6 @@ def systems_kernel(
 
 
 @jit
-def is_served(plain, chunk, batch_head, BH, num_chunks, TILES: tl.constexpr, PLAIN: tl.constexpr):
-    """Whether a launch serves the chunk: with PLAIN those that are plain in all TILES tiles of keys, else the others."""
-    flags = plain + (chunk.to(tl.int64) * BH + batch_head) * TILES + tl.arange(0, TILES)
-    inside = chunk < num_chunks
-    return inside & (tl.min(tl.load(flags, mask=inside, other=0).to(tl.int32)) == (1 if PLAIN else 0))
-
-
-@jit
 def channel_systems_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
@@ -237,7 +246,7 @@ def channel_systems_kernel(
     keys,  # [B, T, H, K]: k⁺
     end_keys,  # [B, T, H, K]: k⁻
     selves,  # [B, T, H, tiles] fp32: parts of scale · q · k
-    plain,  # [N, B, H, tiles] int8
+    kinds,  # [N, B, H, TILES] int8
     beta,  # [B, T, H] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
@@ -259,7 +268,7 @@ def channel_systems_kernel(
     CHUNKS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """`systems_kernel` with decays by channel, CHUNKS a program, see `is_served`. ONE_LAYOUT: BK is C."""
+    """`systems_kernel` with decays by channel, CHUNKS a program: those that are plain, or the others. ONE_LAYOUT: BK is C."""
     batch_head = tl.program_id(1)
     rows = tl.arange(0, C)
     own = head_offset(batch_head, T, H, K)
@@ -267,7 +276,8 @@ def channel_systems_kernel(
     for step in range(CHUNKS):
         chunk = tl.program_id(0) * CHUNKS + step
         start = chunk * C
-        if is_served(plain, chunk, batch_head, BH, num_chunks, TILES, PLAIN):
+        kind = load_kind(kinds, chunk.to(tl.int64) * BH + batch_head, chunk < num_chunks, TILES)
+        if (kind > 0) == PLAIN and kind >= 0:
             if PLAIN:
                 pair_scores = tl.zeros([C, C], tl.float32)
                 products = tl.zeros([C, C], tl.float32)
@@ -283,9 +293,11 @@ def channel_systems_kernel(
                     q + of_group, k + of_group, sums + own, chunk, T, H, G, K, C, BK, PRECISION, ONE_LAYOUT
                 )
                 pair_scores *= scale
-            parts = load_tile(selves + head_offset(batch_head, T, H, TILES), start, T, H, TILES, 0, C, TILES)
+            for tile in tl.static_range(TILES):
+                part = load_tile(selves + head_offset(batch_head, T, H, TILES), start, T, H, TILES, tile, C, 1)
+                pair_scores = tl.where(is_self, part if tile == 0 else pair_scores + part, pair_scores)
             _write_system(
-                tl.where(is_self, tl.sum(parts, axis=1)[:, None], pair_scores), products, beta, doc_ids, scores, inverses, chunk,
+                pair_scores, products, beta, doc_ids, scores, inverses, chunk,
                 batch_head, T, H, BH, C, DOCUMENTS, k.dtype.element_ty, PRECISION, SOLVING,
             )  # fmt: skip
 
@@ -302,7 +314,7 @@ def operands_kernel(
     queries,  # [B, T, H, K], written: scale · q⁺
     borders,  # [N, B, H, 3, K] fp32, written: factors of a state before, with and after a chunk's tokens
     selves,  # [B, T, H, tiles] fp32, written with PARTS: scale · q · k, of the keys' tiles
-    plain,  # [N, B, H, tiles] int8, written with PARTS: whether the chunk is plain
+    kinds,  # [N, B, H, tiles] int8, written with PARTS, see `load_kind`
     scale,
     T,
     H: tl.constexpr,
@@ -339,8 +351,12 @@ def operands_kernel(
     is_mild, reference, end_reference, total = load_references(sums + own, start, T, H, K, first_key, C, BK)
     if PARTS is not None:
         # channels past K are mild
-        is_plain = tl.min((is_mild | (slowest <= VANISHING)).to(tl.int32))
-        tl.store(plain + index * tiles + tile, is_plain.to(tl.int8))
+        is_weak = is_mild & (reference == 0.0)
+        if DOCUMENTS:
+            _, before, end = load_doc_ids(doc_ids, start, T, C)
+            is_weak = is_weak & (before == end)
+        kind = tl.where(is_weak, WEAK, (is_mild | (slowest <= VANISHING)).to(tl.int32))
+        tl.store(kinds + index * tiles + tile, tl.min(kind).to(tl.int8))
     later, earlier = decay(through - reference[None, :]), decay(end_reference[None, :] - through)
     of_keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
     seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * scale

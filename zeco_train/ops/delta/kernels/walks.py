@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from zeco_train.kernels import jit
-from zeco_train.ops.delta.kernels.systems import border_decays, load_decays
+from zeco_train.ops.delta.kernels.systems import WEAK, border_decays, load_decays, load_kind
 from zeco_train.ops.gla.kernels.tiles import head_offset, load_doc_ids, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
@@ -57,7 +57,7 @@ def _load_decays(
 ):  # fmt: skip
     """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state over it, [1, BK] or 1 × 1."""
     if BY_CHANNEL:
-        survives = _load_border(sums, 1, index, K, BK)
+        survives = 1.0
         from_start = tl.full([1, C], 1.0, tl.float32)
         to_end = from_start
         if DOCUMENTS:
@@ -79,6 +79,7 @@ def forward_walk_kernel(
     v,  # [B, T, H, V]
     sums,  # [B, H, T] fp32; with BY_CHANNEL borders, [N, B, H, 3, K] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
+    kinds,  # [N, B, H, TILES] int8, read with BY_CHANNEL
     inverses,  # [N, B, H, C, C]: F
     scores,  # [N, B, H, C, C]: P, read with OUTPUTS
     starts,  # [J, B, H, K, V] fp32: true states before the segments, read unless SUMMARIES
@@ -99,6 +100,7 @@ def forward_walk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    TILES: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     SUMMARIES: tl.constexpr,
@@ -137,6 +139,8 @@ def forward_walk_kernel(
         pointers, inside = _columns_of(starts, segment_index, K, V, first_value, BK, BV)
         state = tl.load(pointers, mask=inside, other=0.0)
 
+    if BY_CHANNEL:
+        kind = load_kind(kinds, first_chunk.to(tl.int64) * BH + batch_head, True, TILES)
     for step in range(end_chunk - first_chunk):
         chunk = first_chunk + step
         start = chunk * C
@@ -151,7 +155,10 @@ def forward_walk_kernel(
         if BY_CHANNEL:
             # here both, since Triton prefetches only what an operand of a product is made of
             state *= _load_border(sums, 2, index - BH, K, BK, step > 0)
-            state *= _load_border(sums, 0, index, K, BK)
+            has_factors = kind != WEAK
+            kind = load_kind(kinds, index + BH, chunk + 1 < end_chunk, TILES)
+            if has_factors:
+                state *= _load_border(sums, 0, index, K, BK)
         before = state.to(entering.dtype)
         held = tl.dot(before, tl.trans(entering), input_precision=PRECISION) * -from_start
         new = tl.dot(tl.trans(values), solving, input_precision=PRECISION)
@@ -169,7 +176,11 @@ def forward_walk_kernel(
             seen = tl.dot(new.to(entering.dtype), pairs, seen, input_precision=PRECISION)
             store_tile(o, tl.trans(seen), start, T, H, V, first_value, C, BV)
         new = (new * to_end).to(entering.dtype)
-        state = tl.dot(new, leaving, state * survives, input_precision=PRECISION)
+        if not BY_CHANNEL:
+            state *= survives
+        elif has_factors:
+            state *= _load_border(sums, 1, index, K, BK)
+        state = tl.dot(new, leaving, state, input_precision=PRECISION)
 
     if BY_CHANNEL:
         state *= _load_border(sums, 2, (end_chunk - 1).to(tl.int64) * BH + batch_head, K, BK)
@@ -189,6 +200,7 @@ def reverse_walk_kernel(
     queries,  # [B, T, G, K]: q, or scale · q⁺ with BY_CHANNEL
     sums,  # [B, H, T] fp32; with BY_CHANNEL borders, [N, B, H, 3, K] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
+    kinds,  # [N, B, H, TILES] int8, read with BY_CHANNEL
     inverses,  # [N, B, H, C, C]: F
     scores,  # [N, B, H, C, C]: P
     do,  # [B, T, H, V]
@@ -208,6 +220,7 @@ def reverse_walk_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    TILES: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     STATES: tl.constexpr,
@@ -245,8 +258,8 @@ def reverse_walk_kernel(
             sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
         )
         if BY_CHANNEL:
-            grad *= _load_border(sums, 0, index + BH, K, BK, step > 0)
             grad *= _load_border(sums, 2, index, K, BK)
+            has_factors = load_kind(kinds, index, True, TILES) != WEAK
         after = grad.to(entering.dtype)
         new = tl.dot(after, tl.trans(leaving), input_precision=PRECISION) * to_end
         new = tl.dot(output_grads, pairs, new, input_precision=PRECISION)
@@ -259,12 +272,17 @@ def reverse_walk_kernel(
         if DOCUMENTS or not BY_CHANNEL:
             seen_share = from_start if BY_CHANNEL else from_start * scale
             output_grads = (output_grads.to(tl.float32) * seen_share).to(entering.dtype)
-        grad = tl.dot(output_grads, seen, grad * survives, input_precision=PRECISION)
+        if not BY_CHANNEL:
+            grad *= survives
+        elif has_factors:
+            grad *= _load_border(sums, 1, index, K, BK)
+        grad = tl.dot(output_grads, seen, grad, input_precision=PRECISION)
         grad = tl.dot((solved * -from_start).to(entering.dtype), entering, grad, input_precision=PRECISION)
+        if BY_CHANNEL:
+            if has_factors:
+                grad *= _load_border(sums, 0, index, K, BK)
 
     if not STATES:
-        if BY_CHANNEL:
-            grad *= _load_border(sums, 0, first_chunk.to(tl.int64) * BH + batch_head, K, BK)
         pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
         tl.store(pointers, grad, mask=inside)
 
