@@ -153,8 +153,8 @@ def forward_walk_kernel(
             sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
         )
         if BY_CHANNEL:
-            # here both, since Triton prefetches only what an operand of a product is made of
-            state *= _load_border(sums, 2, index - BH, K, BK, step > 0)
+            after_tokens = _load_border(sums, 2, index, K, BK)
+            # that of the next chunk, which decides where its loop begins
             has_factors = kind != WEAK
             kind = load_kind(kinds, index + BH, chunk + 1 < end_chunk, TILES)
             if has_factors:
@@ -181,9 +181,9 @@ def forward_walk_kernel(
         elif has_factors:
             state *= _load_border(sums, 1, index, K, BK)
         state = tl.dot(new, leaving, state, input_precision=PRECISION)
+        if BY_CHANNEL:
+            state *= after_tokens
 
-    if BY_CHANNEL:
-        state *= _load_border(sums, 2, (end_chunk - 1).to(tl.int64) * BH + batch_head, K, BK)
     if SUMMARIES:
         if is_state:
             pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
@@ -243,6 +243,10 @@ def reverse_walk_kernel(
         grad = tl.load(pointers, mask=inside, other=0.0)
     else:
         grad = tl.zeros([BV, BK], tl.float32)
+    if BY_CHANNEL:
+        last = (end_chunk - 1).to(tl.int64) * BH + batch_head
+        grad *= _load_border(sums, 2, last, K, BK)
+        kind = load_kind(kinds, last, True, TILES)
 
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step
@@ -258,8 +262,9 @@ def reverse_walk_kernel(
             sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
         )
         if BY_CHANNEL:
-            grad *= _load_border(sums, 2, index, K, BK)
-            has_factors = load_kind(kinds, index, True, TILES) != WEAK
+            after_tokens = _load_border(sums, 2, index - BH, K, BK, chunk > first_chunk)
+            has_factors = kind != WEAK
+            kind = load_kind(kinds, index - BH, chunk > first_chunk, TILES)
         after = grad.to(entering.dtype)
         new = tl.dot(after, tl.trans(leaving), input_precision=PRECISION) * to_end
         new = tl.dot(output_grads, pairs, new, input_precision=PRECISION)
@@ -281,6 +286,7 @@ def reverse_walk_kernel(
         if BY_CHANNEL:
             if has_factors:
                 grad *= _load_border(sums, 0, index, K, BK)
+            grad *= after_tokens
 
     if not STATES:
         pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
