@@ -178,7 +178,7 @@ def grads_kernel(
             k.dtype.element_ty,
         )  # fmt: skip
         self = self[None, :]
-        own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, False)
+        own, total = load_decays(sums, batch_head, start, T, C)
         between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
         score_grads = round_to_tokens(score_grads * between, k.dtype.element_ty, True)
         pair_grads = round_to_tokens(pair_grads * between, k.dtype.element_ty, True)

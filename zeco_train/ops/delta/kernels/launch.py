@@ -30,7 +30,7 @@ from torch import Tensor
 from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.delta.kernels.channel_grads import channel_grads_kernel
 from zeco_train.ops.delta.kernels.grads import grads_kernel
-from zeco_train.ops.delta.kernels.systems import channel_systems_kernel, operands_kernel, systems_kernel
+from zeco_train.ops.delta.kernels.systems import operands_kernel, systems_kernel
 from zeco_train.ops.delta.kernels.walks import forward_walk_kernel, join_kernel, reverse_walk_kernel
 from zeco_train.ops.gla.kernels.launch import CHUNK, GROUP, MOST_HEADS, NARROWEST
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
@@ -174,40 +174,29 @@ class DeltaKernels:
         return self._new(self.B, self.T, heads or self.H, width, dtype=self.dtype)
 
     def systems(self, q: Tensor, g: Tensor | None) -> WalkOperands:
-        """The operands of the walks, with P and F; with g, [B, T, H, K], its sums are written, too."""
-        scores, inverses = (self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2))
-        options = self.tuning.channel_systems if self.by_channel else self.tuning.systems
+        """The operands of the walks, with P and F; by channel g, [B, T, H, K], whose sums are written, too."""
+        pairs, selves = [self._new(*self.pairs_shape, dtype=self.dtype) for _ in range(2)], None
+        if g is not None:
+            pairs.append(self._new(*self.kinds_shape, dtype=torch.int8))
+            selves = self._new(self.B, self.T, self.H, self.tiles)
+        found = self.operands(q, pairs, g, selves)
+        options = self.tuning.systems if g is None else self.tuning.channel_systems
         BK, _ = self._tile(options)
-        pairs = self.beta, self.doc_ids, scores, inverses, self.scale, self.T, self.H, self.G, self.K, self.BH
-        constants = {
-            **self.flags, "BK": BK, "SOLVING": tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
-            **options.launch,
-        }  # fmt: skip
-        del constants["BY_CHANNEL"]
-        if g is None:
-            systems_kernel[(self.num_chunks, self.BH)](q, self.k, self.sums, *pairs, **constants)
-            return self.operands(q, scores, inverses)
-        selves, kinds = self._new(self.B, self.T, self.H, self.tiles), self._new(*self.kinds_shape, dtype=torch.int8)
-        operands = self.operands(q, scores, inverses, kinds, g, selves)
-        constants |= {"ONE_LAYOUT": BK == CHUNK, "TILES": self.tiles}
-        for is_plain, chunks in ((True, 1), (False, GROUP)):
-            channel_systems_kernel[(cdiv(self.num_chunks, chunks), self.BH)](
-                q, self.k, self.sums, operands.queries, operands.keys, operands.end_keys, selves, kinds, *pairs,
-                self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, **constants,
+        for is_plain, chunks in ((True, 1), (False, GROUP))[: 1 if g is None else 2]:
+            systems_kernel[(cdiv(self.num_chunks, chunks), self.BH)](
+                q, self.k, self.sums, found.queries, found.keys, found.end_keys, selves, found.kinds, self.beta,
+                self.doc_ids, found.scores, found.inverses, self.scale, self.T, self.H, self.G, self.K, self.BH,
+                self.num_chunks, BK=BK, SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+                TILES=self.tiles, PLAIN=is_plain, CHUNKS=chunks, **self.flags, **options.launch,
             )  # fmt: skip
-        return operands
+        return found
 
     def operands(
-        self,
-        q: Tensor,
-        scores: Tensor,
-        inverses: Tensor,
-        kinds: Tensor | None = None,
-        g: Tensor | None = None,
-        selves: Tensor | None = None,
+        self, q: Tensor, pairs: Sequence[Tensor], g: Tensor | None = None, selves: Tensor | None = None
     ) -> WalkOperands:
-        """The operands of the walks, of P and F; with g, its sums, `kinds` and `selves` are written, too."""
-        if kinds is None:
+        """The operands of the walks, of P, F and by channel kinds; with g its sums, kinds and selves are written, too."""
+        scores, inverses, *kinds = pairs
+        if not kinds:
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores, None)
         keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
         borders = self._new(self.num_chunks, self.B, self.H, 3, self.K)
@@ -216,11 +205,10 @@ class DeltaKernels:
         # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
         parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
         operands_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            q, self.k, g, self.sums, self.doc_ids, keys, end_keys, queries, borders, selves, kinds, self.scale,
-            self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=BK, DOCUMENTS=self.doc_ids is not None, PARTS=parts,
-            **options.launch,
+            q, self.k, g, self.sums, keys, end_keys, queries, borders, selves, *kinds, self.scale,
+            self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=BK, PARTS=parts, **options.launch,
         )  # fmt: skip
-        return WalkOperands(keys, end_keys, queries, borders, inverses, scores, kinds)
+        return WalkOperands(keys, end_keys, queries, borders, inverses, scores, *kinds)
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
         """Of each segment its state from zero, `starts_shape`, and its transition, `transitions_shape`."""
@@ -257,11 +245,11 @@ class DeltaKernels:
         # Without starts, of the values and then of the transition.
         tiles = cdiv(self.V, BV) + (cdiv(self.K, BV) if starts is None else 0)
         forward_walk_kernel[(tiles, self.BH, self.num_segments)](
-            operands.keys, operands.end_keys, operands.queries, self.v, operands.decays, self.doc_ids,
-            operands.kinds, operands.inverses, operands.scores, starts, totals, transitions, o, states, added, self.scale,
+            operands.keys, operands.end_keys, operands.queries, self.v, operands.decays, self.doc_ids, operands.kinds,
+            operands.inverses, operands.scores, starts, totals, transitions, o, states, added, self.scale,
             self.T, self.H, operands.keys.shape[2], self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, TILES=self.tiles, SUMMARIES=starts is None, OUTPUTS=o is not None, STATES=states is not None,
-            **self.flags, **options.launch,
+            BK=BK, BV=BV, TILES=self.tiles, SUMMARIES=starts is None, OUTPUTS=o is not None,
+            STATES=states is not None, **self.flags, **options.launch,
         )  # fmt: skip
 
     def local_grads(self, operands: WalkOperands, do: Tensor) -> Tensor:
@@ -292,9 +280,9 @@ class DeltaKernels:
         BK, BV = self._walk_tile(self._walk)
         reverse_walk_kernel[(cdiv(self.V, BV), self.BH, self.num_segments)](
             operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.kinds,
-            operands.inverses, operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H, operands.keys.shape[2], self.K,
-            self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV, TILES=self.tiles, STATES=ends is not None,
-            **self.flags, **self._walk.launch,
+            operands.inverses, operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H,
+            operands.keys.shape[2], self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV,
+            TILES=self.tiles, STATES=ends is not None, **self.flags, **self._walk.launch,
         )  # fmt: skip
 
     def join(
@@ -387,7 +375,7 @@ class _DeltaKernelBackward(BackwardBase):
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
         where, gated = (self.doc_ids, self.scale), bool(sums)
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
-        self._operands = self._launcher.operands(self._q, *pairs)
+        self._operands = self._launcher.operands(self._q, pairs)
         self._local = self._launcher.local_grads(self._operands, self._do)
 
     @cached_property

@@ -52,10 +52,12 @@ def _load_border(borders, number, index, K, BK: tl.constexpr, inside=True):
 
 @jit
 def _load_decays(
-    sums, doc_ids, batch_head, index, start, T, K, C: tl.constexpr, BK: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):  # fmt: skip
-    """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state over it, [1, BK] or 1 × 1."""
+    sums, doc_ids, batch_head, start, T, C: tl.constexpr, BY_CHANNEL: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """Factors of a chunk's tokens from its start and to its end, [1, C], and of the state over it, 1 × 1.
+
+    BY_CHANNEL: 0 across a restart, else 1.
+    """
     if BY_CHANNEL:
         survives = 1.0
         from_start = tl.full([1, C], 1.0, tl.float32)
@@ -64,8 +66,9 @@ def _load_decays(
             own, before, end = load_doc_ids(doc_ids, start, T, C)
             from_start = tl.where(own == before, 1.0, 0.0)[None, :]
             to_end = tl.where(own == end, 1.0, 0.0)[None, :]
+            survives = tl.where(before == end, 1.0, 0.0)
     else:
-        own, total = load_decays(sums, batch_head, start, T, 1, K, 0, C, BK, BY_CHANNEL)
+        own, total = load_decays(sums, batch_head, start, T, C)
         from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
         from_start, to_end = tl.trans(from_start), tl.trans(to_end)
     return from_start, to_end, survives
@@ -86,7 +89,7 @@ def forward_walk_kernel(
     totals,  # [J, B, H, K, V] fp32, written with SUMMARIES: states after the segments, from 0
     transitions,  # [J, B, H, K, K] fp32, written with SUMMARIES
     o,  # [B, T, H, V], written with OUTPUTS
-    states,  # [N, B, H, V, K], written with STATES: true states before the chunks, transposed
+    states,  # [N, B, H, V, K], written with STATES: states before the chunks, transposed, times factors
     added,  # [B, T, H, V], written with STATES: N
     scale,
     T,
@@ -149,12 +152,10 @@ def forward_walk_kernel(
         values = load_tile(v, start, T, H, V, first_value, C, BV)
         solving = tl.trans(_load_pairs(inverses, index, C))
         leaving = load_tile(end_keys, start, T, G, K, 0, C, BK) if BY_CHANNEL else entering
-        from_start, to_end, survives = _load_decays(
-            sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
-        )
+        from_start, to_end, survives = _load_decays(sums, doc_ids, batch_head, start, T, C, BY_CHANNEL, DOCUMENTS)
         if BY_CHANNEL:
             after_tokens = _load_border(sums, 2, index, K, BK)
-            # that of the next chunk, which decides where its loop begins
+            # the next chunk's, on which its first product waits
             has_factors = kind != WEAK
             kind = load_kind(kinds, index + BH, chunk + 1 < end_chunk, TILES)
             if has_factors:
@@ -176,11 +177,9 @@ def forward_walk_kernel(
             seen = tl.dot(new.to(entering.dtype), pairs, seen, input_precision=PRECISION)
             store_tile(o, tl.trans(seen), start, T, H, V, first_value, C, BV)
         new = (new * to_end).to(entering.dtype)
-        if not BY_CHANNEL:
-            state *= survives
-        elif has_factors:
+        if BY_CHANNEL and has_factors:
             state *= _load_border(sums, 1, index, K, BK)
-        state = tl.dot(new, leaving, state, input_precision=PRECISION)
+        state = tl.dot(new, leaving, state * survives, input_precision=PRECISION)
         if BY_CHANNEL:
             state *= after_tokens
 
@@ -206,7 +205,7 @@ def reverse_walk_kernel(
     do,  # [B, T, H, V]
     ends,  # [J, B, H, K, V] fp32: true gradients at the segments' ends, read with STATES
     totals,  # [J, B, H, K, V] fp32, written unless STATES: gradients before the segments, from 0
-    grads,  # [N, B, H, V, K], written with STATES: true gradients of the states after the chunks, transposed
+    grads,  # [N, B, H, V, K], written with STATES: gradients of states after the chunks, likewise
     dv,  # [B, T, H, V], written with STATES
     scale,
     T,
@@ -258,9 +257,7 @@ def reverse_walk_kernel(
         output_grads = tl.trans(load_tile(do, start, T, H, V, first_value, C, BV))
         solving = _load_pairs(inverses, index, C)
         pairs = _load_pairs(scores, index, C)
-        from_start, to_end, survives = _load_decays(
-            sums, doc_ids, batch_head, index, start, T, K, C, BK, BY_CHANNEL, DOCUMENTS
-        )
+        from_start, to_end, survives = _load_decays(sums, doc_ids, batch_head, start, T, C, BY_CHANNEL, DOCUMENTS)
         if BY_CHANNEL:
             after_tokens = _load_border(sums, 2, index - BH, K, BK, chunk > first_chunk)
             has_factors = kind != WEAK
@@ -277,11 +274,9 @@ def reverse_walk_kernel(
         if DOCUMENTS or not BY_CHANNEL:
             seen_share = from_start if BY_CHANNEL else from_start * scale
             output_grads = (output_grads.to(tl.float32) * seen_share).to(entering.dtype)
-        if not BY_CHANNEL:
-            grad *= survives
-        elif has_factors:
+        if BY_CHANNEL and has_factors:
             grad *= _load_border(sums, 1, index, K, BK)
-        grad = tl.dot(output_grads, seen, grad, input_precision=PRECISION)
+        grad = tl.dot(output_grads, seen, grad * survives, input_precision=PRECISION)
         grad = tl.dot((solved * -from_start).to(entering.dtype), entering, grad, input_precision=PRECISION)
         if BY_CHANNEL:
             if has_factors:
