@@ -67,7 +67,7 @@ def _chunk_grads(
         boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
     channels = tl.arange(0, BK)
     boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
-    score_grads, self, pair_grads, _visible = mask_pairs(
+    score_grads, self, pair_grads, _ = mask_pairs(
         score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS, DTYPE
     )
     self = self[:, None]
@@ -84,8 +84,7 @@ def _chunk_grads(
     keys = laid_out_like(keys, query_grads).to(tl.float32)
     with_tokens = decay(end_reference - reference)
     later, earlier = decay(own - reference), decay(end_reference - own)
-    query_grads *= scale
-    row_grads = -row_grads
+    query_grads, row_grads = query_grads * scale, -row_grads
     if DOCUMENTS:
         doc_ids_of, before, end = load_doc_ids(doc_ids, start, T, C)
         query_grads = tl.where((doc_ids_of == before)[:, None], query_grads, 0.0)
@@ -136,8 +135,7 @@ def _chunk_grads(
     later_ones, goes_on, stays = later_tokens(doc_ids, start, T, C, DOCUMENTS)
     decay_grads = sum_tokens(later_ones, terms, 2 if tl.bfloat16 == DTYPE else 0)
     decay_grads += tl.where(goes_on[:, None], boundary_term, 0.0)
-    decay_grads = tl.where(stays[:, None], decay_grads, 0.0)
-    store_tile(dg + of_keys, decay_grads, start, T, H, K, first_key, C, BK)
+    store_tile(dg + of_keys, tl.where(stays[:, None], decay_grads, 0.0), start, T, H, K, first_key, C, BK)
 
 
 @jit
@@ -164,7 +162,6 @@ def channel_grads_kernel(
     V: tl.constexpr,
     BH,
     kinds,  # [N, B, H, TILES] int8, of `operands_kernel`
-    num_chunks,
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
@@ -180,7 +177,7 @@ def channel_grads_kernel(
     batch_head = tl.program_id(1)
     for step in range(CHUNKS):
         chunk = tl.program_id(0) // key_tiles * CHUNKS + step
-        kind = load_kind(kinds, chunk.to(tl.int64) * BH + batch_head, chunk < num_chunks, TILES)
+        kind = load_kind(kinds, chunk.to(tl.int64) * BH + batch_head, chunk * C < T, TILES)
         if (kind > 0) == PLAIN and kind >= 0:
             _chunk_grads(
                 chunk, tile, batch_head, q, k, sums, beta, do, doc_ids, states, grads, added, dv, dq, dk, dg, dbeta,

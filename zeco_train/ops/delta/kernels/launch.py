@@ -186,7 +186,7 @@ class DeltaKernels:
             systems_kernel[(cdiv(self.num_chunks, chunks), self.BH)](
                 q, self.k, self.sums, found.queries, found.keys, found.end_keys, selves, found.kinds, self.beta,
                 self.doc_ids, found.scores, found.inverses, self.scale, self.T, self.H, self.G, self.K, self.BH,
-                self.num_chunks, BK=BK, SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
+                BK=BK, SOLVING=tl.float16 if self.dtype == torch.bfloat16 else tl.float32,
                 TILES=self.tiles, PLAIN=is_plain, CHUNKS=chunks, **self.flags, **options.launch,
             )  # fmt: skip
         return found
@@ -194,7 +194,7 @@ class DeltaKernels:
     def operands(
         self, q: Tensor, pairs: Sequence[Tensor], g: Tensor | None = None, selves: Tensor | None = None
     ) -> WalkOperands:
-        """The operands of the walks, of P, F and by channel kinds; with g its sums, kinds and selves are written, too."""
+        """The operands of the walks, of P, F and by channel kinds; with g its sums, kinds and selves are written."""
         scores, inverses, *kinds = pairs
         if not kinds:
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores, None)
@@ -319,7 +319,7 @@ class DeltaKernels:
         if by_channel:
             for is_plain, chunks in ((True, 1), (False, GROUP)):
                 channel_grads_kernel[(cdiv(self.num_chunks, chunks) * tiles, self.BH)](
-                    *operands, kinds, self.num_chunks, PLAIN=is_plain, CHUNKS=chunks, TILES=self.tiles, **constants
+                    *operands, kinds, PLAIN=is_plain, CHUNKS=chunks, TILES=self.tiles, **constants
                 )
         else:
             grid = self.num_chunks * tiles, self.BH // heads

@@ -140,14 +140,14 @@ def load_references(sums, start, T, H, K, first_key, C: tl.constexpr, BK: tl.con
 
 @jit
 def systems_kernel(
-    q,  # [B, T, G, K]
+    q,  # [B, T, G, K], as the next read with BY_CHANNEL
     k,  # [B, T, G, K]
-    sums,  # [B, H, T] fp32, see `load_decays`; with BY_CHANNEL [B, T, H, K], of `operands_kernel`, as the next five
-    queries,  # [B, T, H, K], read with BY_CHANNEL: scale · q⁺
-    keys,  # [B, T, H, K], read with BY_CHANNEL: k⁺
+    sums,  # [B, H, T] fp32, see `load_decays`; with BY_CHANNEL [B, T, H, K], as the next five of `operands_kernel`
+    queries,  # [B, T, G, K]: q; or [B, T, H, K]: scale · q⁺
+    keys,  # [B, T, G, K]: k; or [B, T, H, K]: k⁺
     end_keys,  # [B, T, H, K], read with BY_CHANNEL: k⁻
-    selves,  # [B, T, H, TILES] fp32, read with BY_CHANNEL
-    kinds,  # [N, B, H, TILES] int8, read with BY_CHANNEL
+    selves,  # [B, T, H, TILES] fp32, as the next read with BY_CHANNEL
+    kinds,  # [N, B, H, TILES] int8
     beta,  # [B, T, H] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: P, 0 above the diagonal
@@ -158,7 +158,6 @@ def systems_kernel(
     G: tl.constexpr,
     K: tl.constexpr,
     BH,
-    num_chunks,
     C: tl.constexpr,
     BK: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
@@ -173,14 +172,15 @@ def systems_kernel(
 
     SOLVING: dtype of the inverse's products.
     """
+    HEADS: tl.constexpr = H if BY_CHANNEL else G
     batch_head = tl.program_id(1)
-    q += key_head_offset(batch_head, T, H, G, K)
-    k += key_head_offset(batch_head, T, H, G, K)
+    queries += key_head_offset(batch_head, T, H, HEADS, K)
+    keys += key_head_offset(batch_head, T, H, HEADS, K)
     beta += head_offset(batch_head, T, H, 1)
     if BY_CHANNEL:
+        q += key_head_offset(batch_head, T, H, G, K)
+        k += key_head_offset(batch_head, T, H, G, K)
         sums += head_offset(batch_head, T, H, K)
-        queries += head_offset(batch_head, T, H, K)
-        keys += head_offset(batch_head, T, H, K)
         end_keys += head_offset(batch_head, T, H, K)
         selves += head_offset(batch_head, T, H, TILES)
     rows = tl.arange(0, C)
@@ -188,39 +188,34 @@ def systems_kernel(
         chunk = tl.program_id(0) * CHUNKS + step
         start = chunk * C
         index = chunk.to(tl.int64) * BH + batch_head
-        kind = load_kind(kinds, index, chunk < num_chunks, TILES) if BY_CHANNEL else WEAK
+        kind = load_kind(kinds, index, start < T, TILES) if BY_CHANNEL else WEAK
         if kind >= 0 and (kind > 0) == PLAIN:
             pair_scores = tl.zeros([C, C], tl.float32)
             products = tl.zeros([C, C], tl.float32)
             for first_key in range(0, K, BK):
-                if BY_CHANNEL and PLAIN:
-                    earlier = tl.trans(load_tile(end_keys, start, T, H, K, first_key, C, BK))
-                    later = load_tile(queries, start, T, H, K, first_key, C, BK)
-                    pair_scores = tl.dot(later, earlier, pair_scores, input_precision=PRECISION)
-                    later = load_tile(keys, start, T, H, K, first_key, C, BK)
+                if PLAIN:
+                    later = load_tile(keys, start, T, HEADS, K, first_key, C, BK)
+                    earlier = tl.trans(load_tile(end_keys, start, T, H, K, first_key, C, BK) if BY_CHANNEL else later)
                     products = tl.dot(later, earlier, products, input_precision=PRECISION)
+                    later = load_tile(queries, start, T, HEADS, K, first_key, C, BK)
+                    pair_scores = tl.dot(later, earlier, pair_scores, input_precision=PRECISION)
                 else:
+                    own = load_tile(sums, start, T, H, K, first_key, C, BK)
                     of_queries = load_tile(q, start, T, G, K, first_key, C, BK)
                     of_keys = load_tile(k, start, T, G, K, first_key, C, BK)
-                    if BY_CHANNEL:
-                        own = load_tile(sums, start, T, H, K, first_key, C, BK)
-                        if BK == C:
-                            own = laid_out_like(own, products)
-                            of_queries = laid_out_like(of_queries, products)
-                            of_keys = laid_out_like(of_keys, products)
-                        for shift in range(6):
-                            is_later, factors = split_decays(sums, own, shift, start, T, H, K, first_key, C, BK)
-                            decayed_keys = (of_keys.to(tl.float32) * factors).to(k.dtype.element_ty)
-                            decayed_queries = (of_queries.to(tl.float32) * (factors * scale)).to(k.dtype.element_ty)
-                            split = split_pairs(shift, C) & is_later[:, None]
-                            between = tl.dot(decayed_queries, tl.trans(decayed_keys), input_precision=PRECISION)
-                            pair_scores = tl.where(split, pair_scores + between, pair_scores)
-                            between = tl.dot(decayed_keys, tl.trans(decayed_keys), input_precision=PRECISION)
-                            products = tl.where(split, products + between, products)
-                    else:
-                        earlier = tl.trans(of_keys)
-                        pair_scores = tl.dot(of_queries, earlier, pair_scores, input_precision=PRECISION)
-                        products = tl.dot(of_keys, earlier, products, input_precision=PRECISION)
+                    if BK == C:
+                        own = laid_out_like(own, products)
+                        of_queries = laid_out_like(of_queries, products)
+                        of_keys = laid_out_like(of_keys, products)
+                    for shift in range(6):
+                        is_later, factors = split_decays(sums, own, shift, start, T, H, K, first_key, C, BK)
+                        decayed_keys = (of_keys.to(tl.float32) * factors).to(k.dtype.element_ty)
+                        decayed_queries = (of_queries.to(tl.float32) * (factors * scale)).to(k.dtype.element_ty)
+                        split = split_pairs(shift, C) & is_later[:, None]
+                        between = tl.dot(decayed_queries, tl.trans(decayed_keys), input_precision=PRECISION)
+                        pair_scores = tl.where(split, pair_scores + between, pair_scores)
+                        between = tl.dot(decayed_keys, tl.trans(decayed_keys), input_precision=PRECISION)
+                        products = tl.where(split, products + between, products)
             visible = rows[:, None] >= rows[None, :]
             if DOCUMENTS:
                 doc_ids_of, _, _ = load_doc_ids(doc_ids, start, T, C)
