@@ -40,6 +40,7 @@ class KernelCase:
     documents: tuple[int, ...] | None = None  # cu_seqlens, without the last border
     before: int = 1
     reset: float | None = None  # the log-decay of every 40th token, as users write a reset
+    vanishing: int | None = None  # of every so many channels from the first on log-decays are 50 less
     changes: Pairs = ()  # of the kept options: few programs make long segments
 
     def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -52,6 +53,8 @@ class KernelCase:
             shape = [sizes[dim] for dim in dims]
             if name in ("g", "log_decay"):
                 x = -self.rate * torch.rand(shape, generator=generator)
+                if self.vanishing is not None:
+                    x[..., :: self.vanishing] -= 50.0
                 if self.reset is not None:
                     x[:, 7::40] = self.reset
             elif name == "beta":

@@ -72,7 +72,7 @@ def _walks(walk: TileOptions) -> DeltaTuning:
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(*[_NARROW] * 4, walk, walk, walk, _NARROW, _NARROW)
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW)
 
 
 # Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
@@ -359,7 +359,7 @@ class _DeltaKernelForward(ForwardBase):
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
         starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
-        kept = starts, self._transitions, self._operands.scores, self._operands.inverses
+        kept: tuple[Tensor, ...] = starts, self._transitions, self._operands.scores, self._operands.inverses
         if self._operands.kinds is not None:
             kept += (self._operands.kinds,)
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
@@ -410,10 +410,10 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     sums = sums if sums.dim() == 4 else sums.new_empty(sums.shape)
     # For the shapes only, which do not depend on documents or the scale.
     launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=bool(g))
-    pairs = (k.new_empty(launcher.pairs_shape) for _ in range(2))
-    kept = beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape), *pairs
+    pairs = [k.new_empty(launcher.pairs_shape) for _ in range(2)]
     if launcher.by_channel:
-        kept += (beta.new_empty(launcher.kinds_shape, dtype=torch.int8),)
+        pairs.append(beta.new_empty(launcher.kinds_shape, dtype=torch.int8))
+    kept = beta.new_empty(launcher.starts_shape), beta.new_empty(launcher.transitions_shape), *pairs
     return (_like_g(sums), *kept) if g else kept
 
 
