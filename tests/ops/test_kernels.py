@@ -156,7 +156,7 @@ def limit(case: KernelCase, name: str, dtype: torch.dtype) -> float:
     """Of fp32 cumulative decays round relative to their sum within the chunk, hence less exact for strong decays.
 
     Of bf16 8 bits in each operand, an rms error of 2^-9/√3 each; a few in a row. dg of scalar decays is a number per
-    token and head, as inexact as one product of two sums of bf16 products may be. dg of pairs is 0 if all decays vanish.
+    token and head, as inexact as one product of two sums of bf16 products may be. dg of pairs is 0 if decays vanish.
     """
     if case.vanishing == 1 and name == "dg":
         return 1.0 + 1e-4

@@ -359,9 +359,8 @@ class _DeltaKernelForward(ForwardBase):
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
         starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
-        kept: tuple[Tensor, ...] = starts, self._transitions, self._operands.scores, self._operands.inverses
-        if self._operands.kinds is not None:
-            kept += (self._operands.kinds,)
+        of_chunks = self._operands.scores, self._operands.inverses, self._operands.kinds
+        kept = starts, self._transitions, *(x for x in of_chunks if x is not None)
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
         return self._launcher.outputs(self._operands, starts)
 
