@@ -20,19 +20,19 @@ from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset, load_rat
 
 
 @jit
-def _load_state(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
+def load_state(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     pointers, inside = state_pointers(states, index, K, V, first_key, first_value, BK, BV)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @jit
-def _load_decays(
+def load_decays(
     decays, documents, batch_head, start, T, H,
-    C: tl.constexpr, REVERSE: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    C: tl.constexpr, SUMS: tl.constexpr, REVERSE: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Of a head and a chunk: decays between tokens, [C, C], since the state before it, and until the one after it."""
     rate = load_rate(decays, batch_head, H, FIXED)
-    sums, last = load_sums(decays, rate, batch_head, start, T, C, FIXED)
+    sums, last = load_sums(decays, rate, batch_head, start, T, C, SUMS, FIXED)
     rows = tl.arange(0, C)
     visible = rows[:, None] <= rows[None, :] if REVERSE else rows[:, None] >= rows[None, :]
     exponents = sums[None, :] - sums[:, None] if REVERSE else sums[:, None] - sums[None, :]
@@ -62,6 +62,7 @@ def chunks_kernel(
     W: tl.constexpr,
     BH,
     C: tl.constexpr,
+    SUMS: tl.constexpr,
     BD: tl.constexpr,
     BW: tl.constexpr,
     HEADS: tl.constexpr,
@@ -89,18 +90,18 @@ def chunks_kernel(
         index = (chunk + 1 if REVERSE else chunk).to(tl.int64) * BH + batch_head
         if D <= BD:
             value = load_tile(values + of_head, start, T, H, W, first_column, C, BW)
-            state = _load_state(states, index, D, W, 0, first_column, BD, BW)
+            state = load_state(states, index, D, W, 0, first_column, BD, BW)
         else:
             products = tl.zeros([C, C], tl.float32)
             carried = tl.zeros([C, BW], tl.float32)
             for first in range(0, D, BD):
                 query = load_tile(queries + of_group, start, T, G, D, first, C, BD)
                 key = load_tile(keys + of_group, start, T, G, D, first, C, BD)
-                state = _load_state(states, index, D, W, first, first_column, BD, BW)
+                state = load_state(states, index, D, W, first, first_column, BD, BW)
                 products = tl.dot(query, tl.trans(key), products, input_precision=PRECISION)
                 carried = tl.dot(query, state, carried, input_precision=PRECISION)
-        factors, from_state, from_grad = _load_decays(
-            decays, documents, batch_head, start, T, H, C, REVERSE, FIXED, DOCUMENTS
+        factors, from_state, from_grad = load_decays(
+            decays, documents, batch_head, start, T, H, C, SUMS, REVERSE, FIXED, DOCUMENTS
         )
         if D <= BD:
             carried = tl.dot(query, state, input_precision=PRECISION)
@@ -149,6 +150,7 @@ def grads_kernel(
     V: tl.constexpr,
     BH,
     C: tl.constexpr,
+    SUMS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     HEADS: tl.constexpr,
@@ -184,8 +186,8 @@ def grads_kernel(
         batch_head = first_head + number
         of_head = head_offset(batch_head, T, H, V)
         index = chunk.to(tl.int64) * BH + batch_head
-        factors, from_state, from_grad = _load_decays(
-            decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS
+        factors, from_state, from_grad = load_decays(
+            decays, documents, batch_head, start, T, H, C, SUMS, False, FIXED, DOCUMENTS
         )
         weights = tl.trans((products * factors).to(query.dtype))
         pairs = tl.zeros([C, C], tl.float32)
@@ -194,8 +196,8 @@ def grads_kernel(
         for first in tl.range(0, V, BV, disable_licm=True):
             value = load_tile(values + of_head, start, T, H, V, first, C, BV)
             grad = load_tile(output_grads + of_head, start, T, H, V, first, C, BV)
-            state = _load_state(states, index, K, V, first_key, first, BK, BV)
-            state_grad = _load_state(state_grads, index + BH, K, V, first_key, first, BK, BV)
+            state = load_state(states, index, K, V, first_key, first, BK, BV)
+            state_grad = load_state(state_grads, index + BH, K, V, first_key, first, BK, BV)
             if V <= BV:
                 pairs = _split_product(grad, tl.trans(value), start < T, PRECISION)
             else:
@@ -252,6 +254,7 @@ def key_tiles_kernel(
     V: tl.constexpr,
     BH,
     C: tl.constexpr,
+    SUMS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     FIXED: tl.constexpr,
@@ -268,8 +271,8 @@ def key_tiles_kernel(
     index = chunk.to(tl.int64) * BH + batch_head
     value = load_tile(values + of_head, start, T, H, V, 0, C, BV)
     grad = load_tile(output_grads + of_head, start, T, H, V, 0, C, BV)
-    factors, from_state, from_grad = _load_decays(
-        decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS
+    factors, from_state, from_grad = load_decays(
+        decays, documents, batch_head, start, T, H, C, SUMS, False, FIXED, DOCUMENTS
     )
     pairs = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
     pairs = (pairs * (factors * scale)).to(value.dtype)
@@ -280,8 +283,8 @@ def key_tiles_kernel(
     for first in range(0, K, BK):
         query = load_tile(queries + of_group, start, T, G, K, first, C, BK)
         key = load_tile(keys + of_group, start, T, G, K, first, C, BK)
-        state = _load_state(states, index, K, V, first, 0, BK, BV)
-        state_grad = _load_state(state_grads, index + BH, K, V, first, 0, BK, BV)
+        state = load_state(states, index, K, V, first, 0, BK, BV)
+        state_grad = load_state(state_grads, index + BH, K, V, first, 0, BK, BV)
         products = tl.dot(query, tl.trans(key), products, input_precision=PRECISION)
         carried = tl.dot(key, state_grad, carried, input_precision=PRECISION)
         query_grad = tl.dot(before, tl.trans(state), input_precision=PRECISION)
@@ -291,8 +294,8 @@ def key_tiles_kernel(
         key_grad = tl.dot(tl.trans(pairs), query, key_grad, input_precision=PRECISION)
         store_tile(dk, key_grad, start, T, H, WIDTH, first, C, BK)
     # once more: kept, they would not fit into registers
-    factors, from_state, from_grad = _load_decays(
-        decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS
+    factors, from_state, from_grad = load_decays(
+        decays, documents, batch_head, start, T, H, C, SUMS, False, FIXED, DOCUMENTS
     )
     weights = tl.trans((products * (factors * scale)).to(value.dtype))
     result = tl.dot(weights, grad, carried * from_grad[:, None], input_precision=PRECISION)

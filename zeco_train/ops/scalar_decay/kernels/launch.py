@@ -32,6 +32,7 @@ from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
 from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, grads_kernel, key_tiles_kernel
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
+from zeco_train.ops.scalar_decay.kernels.shared import pairs_kernel, state_grads_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
 # The largest dim of a state that a walk holds whole, in shared memory.
@@ -55,6 +56,9 @@ class ScalarDecayTuning:
             at once; None: walks compute outputs and gradients, each with states of its own.
         key_tiles: of the kernel in place of `grads`, for fixed decays and values of one tile; None: `grads`.
         walks_forward: outputs are computed by walks all the same.
+        pairs: of the kernel of pairs where heads share keys and values have one tile; `grads`, of one tile of K, is then
+            of that of states. None: `grads` computes both.
+        grads_chunk: tokens of a chunk in the backward pass, a multiple of `chunk`, which is the default.
     """
 
     summaries: TileOptions = _SUMMARIES
@@ -70,6 +74,8 @@ class ScalarDecayTuning:
     states: TileOptions | None = None
     key_tiles: TileOptions | None = None
     walks_forward: bool = False
+    pairs: TileOptions | None = None
+    grads_chunk: int | None = None
 
 
 def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs: int = 264) -> ScalarDecayTuning:
@@ -137,6 +143,8 @@ def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
 _HEADS_OF_SUMS, _HEADS_OF_GRADS = 16, 8
 # Heads of a program that computes the products of queries and keys once for all of them.
 _SHARING = 8
+import os
+_M = int(os.environ.get('M', 16))
 # A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than
 # the error of the difference that it is computed as. With a decay of 2^-9 a chunk, emulated, 2^-12 has twice the error.
 _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
@@ -175,19 +183,22 @@ class ScalarDecayKernels(SegmentKernels):
         tuning: ScalarDecayTuning,
         *,
         fixed: bool,
+        backward: bool = False,
     ) -> None:
         super().__init__(k, v, doc_ids, scale, tuning.join)
         self.decays, self.tuning, self.fixed = decays, tuning, fixed
-        self.flags |= {"C": tuning.chunk, "FIXED": fixed}
-        self.num_chunks = cdiv(self.T, tuning.chunk)
+        self.chunk = (tuning.grads_chunk if backward else None) or tuning.chunk
+        self.flags |= {"C": self.chunk, "SUMS": tuning.chunk, "FIXED": fixed}
+        self.num_chunks = cdiv(self.T, self.chunk)
+        self.span = tuning.span * tuning.chunk // self.chunk
         # As many segments as fill the chip at once; a few programs more would take twice as long.
         if tuning.states is None:
             columns = cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
         else:
             columns = self._state_tiles(*self._tile(tuning.states, self.K, self.V))
         segments = max(1, tuning.programs // (columns * self.BH))
-        self.num_spans = cdiv(self.num_chunks, tuning.span)
-        self.segment_chunks = cdiv(self.num_spans, min(segments, self.num_spans)) * tuning.span
+        self.num_spans = cdiv(self.num_chunks, self.span)
+        self.segment_chunks = cdiv(self.num_spans, min(segments, self.num_spans)) * self.span
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
 
     def _tile(self, options: TileOptions, depth: int, width: int) -> tuple[int, int]:
@@ -234,7 +245,7 @@ class ScalarDecayKernels(SegmentKernels):
         states_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
             keys, values, self.decays, self.doc_ids, starts, segment_decays, states, others, terms, self.scale,
             self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, SPAN=self.tuning.span, REVERSE=reverse, BOUNDARIES=states is not None,
+            BK=BK, BV=BV, SPAN=self.span, REVERSE=reverse, BOUNDARIES=states is not None,
             TERMS=terms is not None, **self.flags, **options.launch,
         )  # fmt: skip
 
@@ -290,6 +301,8 @@ class ScalarDecayKernels(SegmentKernels):
                 self.K, width, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
             )  # fmt: skip
             return sum_heads(dq, self.G), sum_heads(dk, self.G), dv, None
+        if self.tuning.pairs is not None:
+            return self._shared_grads(self.tuning.pairs, q, k, v, do, states, grads, boundary_terms)
         options = self.tuning.grads
         BK, BV = self._tile(options, self.K, self.V)
         tiles = cdiv(self.K, BK)
@@ -308,13 +321,52 @@ class ScalarDecayKernels(SegmentKernels):
         terms = DecayTerms(None, of_pairs), DecayTerms(None, of_state, of_state, boundary_terms)
         return dq, dk, dv, self._decay_grads(*terms)
 
+    def _shared_grads(
+        self,
+        options: TileOptions,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        states: Tensor,
+        grads: Tensor,
+        boundary_terms: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        # At least 88 programs of eight warps, one a multiprocessor: a second wave of few would take as long as the first.
+        heads = self._heads(3 * self.num_chunks, self.H)
+        dv, terms = torch.empty_like(v), not self.fixed
+        sums = self._new(4, self.B, self.H, self.T) if terms else (None,) * 4
+        pair_grads = self._new(self.num_chunks, self.BH // heads, self.chunk, self.chunk, dtype=self.dtype)
+        sizes = self.scale, self.T, self.H, self.G, self.K, self.V, self.BH
+        shared = {"HEADS": heads, "TERMS": terms, **self.flags}
+        grid = self.num_chunks, self.BH // heads
+        BK, BV = self._tile(options, self.K, self.V)
+        pairs_kernel[grid](
+            q, k, v, do, self.decays, self.doc_ids, dv, pair_grads, sums if terms else None, *sizes, M=_M, BK=BK, BV=BV, **shared,
+            **options.launch,
+        )  # fmt: skip
+        options = self.tuning.grads
+        BK, BV = self._tile(options, self.K, self.V)
+        dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
+        for reverse, (x, y, z, of, found) in enumerate(((q, k, do, states, dq), (k, q, v, grads, dk))):
+            state_grads_kernel[grid](
+                x, y, z, self.decays, self.doc_ids, of, pair_grads, found, dv, sums[2 + reverse], *sizes, BK=BK, BV=BV,
+                PARTS=1, REVERSE=bool(reverse), **shared, **options.launch,
+            )  # fmt: skip
+        dq, dk = sum_heads(dq, self.G), sum_heads(dk, self.G)
+        if boundary_terms is None:
+            return dq, dk, dv, None
+        of_pairs, of_state = sums[:3], sums[3:]
+        terms = DecayTerms(None, of_pairs), DecayTerms(None, of_state, of_state, boundary_terms)
+        return dq, dk, dv, self._decay_grads(*terms)
+
     def _decay_grads(self, of_queries: DecayTerms, of_keys: DecayTerms) -> Tensor:
         assert of_keys.boundary_terms is not None
         dg = self._new(self.B, self.T, self.H)
         heads = min(_HEADS_OF_GRADS, next_power_of_2(self.H))
         decay_grads_kernel[(self.num_spans, self.B, cdiv(self.H, heads))](
             of_queries.sums, of_keys.sums, of_keys.state_sums, of_keys.boundary_terms, self.decays, self.doc_ids, dg,
-            self.T, self.H, self.BH, self.num_spans, C=self.tuning.chunk, SPAN=self.tuning.span,
+            self.T, self.H, self.BH, self.num_spans, C=self.chunk, SUMS=self.tuning.chunk, SPAN=self.span,
             QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0],
             BORDER_TILES=of_keys.boundary_terms.shape[0], HEADS=heads,
             NEGLIGIBLE=_NEGLIGIBLE[self.dtype], DOCUMENTS=self.doc_ids is not None, num_warps=4,
@@ -344,7 +396,7 @@ class ScalarDecayKernels(SegmentKernels):
         walk_kernel[(cdiv(width, BW), self.BH, self.num_segments)](
             queries, keys, values, extra, self.decays, self.doc_ids, starts, outputs, *(terms or (None,) * 4),
             self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH, self.num_chunks,
-            self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span, TURNED=turned, REVERSE=reverse,
+            self.segment_chunks, BD=BD, BW=BW, SPAN=self.span, TURNED=turned, REVERSE=reverse,
             TERMS=terms is not None, **self.flags, **options.launch,
         )  # fmt: skip
         return outputs
@@ -414,7 +466,8 @@ class _ScalarDecayKernelBackward(BackwardBase):
         (self._starts,) = self.saved
         decays, where = self._log_decays, (self.doc_ids, self.scale)
         decays = dense(decays if self.fixed else decays.transpose(1, 2))
-        self._launcher = ScalarDecayKernels(k, v, decays, *where, options_for(k, v, self.fixed), fixed=self.fixed)
+        tuning = options_for(k, v, self.fixed)
+        self._launcher = ScalarDecayKernels(k, v, decays, *where, tuning, fixed=self.fixed, backward=True)
         self._by_chunks = self._launcher.tuning.states is not None
         self._segments = self._launcher.summaries(self._q, self._do, reverse=True)
         self.state_grad = self._segments.state
