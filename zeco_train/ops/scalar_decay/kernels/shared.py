@@ -105,10 +105,11 @@ def pairs_kernel(
         result = tl.zeros([C, BV], tl.float32)
         of_keys = tl.zeros([C], tl.float32)
         place = batch_head.to(tl.int64) * T + start
+        sums_of_head = pair_sums + place if TERMS else pair_sums
         added = ()
         for part in tl.static_range(C // M):
             total, result, of_keys = _add_pairs(
-                totals[part], result, of_keys, products[part], value, sums, output_grads + of_head, decays, rate, documents[0], doc_ids, pair_sums + place, batch_head, start, part * M, T, H, V,
+                totals[part], result, of_keys, products[part], value, sums, output_grads + of_head, decays, rate, documents[0], doc_ids, sums_of_head, batch_head, start, part * M, T, H, V,
                 C, M, SUMS, BV, TERMS, FIXED, DOCUMENTS, PRECISION,
             )
             added = added + (total,)
