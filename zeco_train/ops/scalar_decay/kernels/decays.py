@@ -76,34 +76,22 @@ def load_rate(decays, batch_head, H, FIXED: tl.constexpr):
 
 
 @jit
-def _joined_sums(first, rows, inside, is_inside, tokens, C: tl.constexpr, SUMS: tl.constexpr):
-    """From `first` on, the start of a chunk: at `rows`, where `inside`, sums of runs of SUMS tokens of the chunk."""
-    own = tl.load(first + rows, mask=inside, other=0.0)
-    for end in tl.static_range(SUMS, C, SUMS):
-        own += tl.where(rows >= end, tl.load(first + end - 1, mask=is_inside & (end <= tokens), other=0.0), 0.0)
-    return own
-
-
-@jit
-def load_sums_of(
-    decays, rate, batch_head, start, rows, T, C: tl.constexpr, SUMS: tl.constexpr, FIXED: tl.constexpr
-):
+def load_sums_of(decays, rate, batch_head, start, rows, T, C: tl.constexpr, FIXED: tl.constexpr):
     """Log-decay from the start of a chunk through these of its tokens, past the end that through the last.
 
-    decays: [B, H, T], of `decay_sums_kernel` with C = SUMS; not read if FIXED.
+    decays: [B, H, T], of `decay_sums_kernel`; not read if FIXED.
     """
-    tokens = tl.minimum(C, T - start)
-    rows = tl.minimum(rows, tokens - 1)
+    rows = tl.minimum(rows, tl.minimum(C, T - start) - 1)
     if FIXED:
         return _product(rate, (rows + 1).to(tl.float32))
-    return _joined_sums(decays + batch_head.to(tl.int64) * T + start, rows, rows >= 0, tokens > 0, tokens, C, SUMS)
+    return tl.load(decays + batch_head.to(tl.int64) * T + start + rows)
 
 
 @jit
-def load_sums(decays, rate, batch_head, start, T, C: tl.constexpr, SUMS: tl.constexpr, FIXED: tl.constexpr):
+def load_sums(decays, rate, batch_head, start, T, C: tl.constexpr, FIXED: tl.constexpr):
     """[C], `load_sums_of` all tokens of a chunk; and that through the last."""
-    own = load_sums_of(decays, rate, batch_head, start, tl.arange(0, C), T, C, SUMS, FIXED)
-    return own, load_sums_of(decays, rate, batch_head, start, C - 1, T, C, SUMS, FIXED)
+    own = load_sums_of(decays, rate, batch_head, start, tl.arange(0, C), T, C, FIXED)
+    return own, load_sums_of(decays, rate, batch_head, start, C - 1, T, C, FIXED)
 
 
 @jit
@@ -138,7 +126,6 @@ def decay_grads_kernel(
     BH,
     num_spans,
     C: tl.constexpr,
-    SUMS: tl.constexpr,
     SPAN: tl.constexpr,
     QUERY_TILES: tl.constexpr,
     KEY_TILES: tl.constexpr,
@@ -176,17 +163,15 @@ def decay_grads_kernel(
         for tile in tl.static_range(KEY_TILES):
             terms -= tl.load(key_sums + tile * size + place, mask=inside, other=0.0)
             of_state += tl.load(key_state_sums + tile * size + place, mask=inside, other=0.0)
-        tokens = tl.minimum(T - start, C)
-        has_next = (rows < tokens - 1)[None, :]
-        first, row, heads_in = decays + index.to(tl.int64)[:, None] * T + start, rows[None, :], is_head[:, None]
-        sums = _joined_sums(first, row, inside, heads_in, tokens, C, SUMS)
-        sums_before = _joined_sums(first, row - 1, inside & (row > 0), heads_in, tokens, C, SUMS)
-        sums_after = _joined_sums(first, row + 1, inside & has_next, heads_in, tokens, C, SUMS)
+        sums = tl.load(decays + place, mask=inside, other=0.0)
+        sums_before = tl.load(decays + place - 1, mask=inside & (rows > 0)[None, :], other=0.0)
+        has_next = (rows < tl.minimum(T - start, C) - 1)[None, :]
+        sums_after = tl.load(decays + place + 1, mask=inside & has_next, other=0.0)
         cuts = inside & (sums - sums_before < LEAST_SURVIVING)
         # the sum of a token before a cut ends with it
         is_last = inside & has_next & (sums_after - sums < LEAST_SURVIVING)
-        last = _joined_sums(first, tokens - 1, heads_in, heads_in, tokens, C, SUMS)
-        survives = decay(tl.sum(last, axis=1))
+        end = index.to(tl.int64) * T + tl.minimum(start + C, T) - 1
+        survives = decay(tl.load(decays + end, mask=is_head, other=0.0))
         if DOCUMENTS:
             own, before, end_id = load_doc_ids(doc_ids, start, T, C)
             previous = tl.load(doc_ids + start + rows - 1, mask=(rows < T - start) & (start + rows > 0), other=0)

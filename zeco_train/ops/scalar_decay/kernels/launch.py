@@ -30,9 +30,8 @@ from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segment
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
-from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, grads_kernel, key_tiles_kernel
+from zeco_train.ops.scalar_decay.kernels import chunks
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
-from zeco_train.ops.scalar_decay.kernels.shared import pairs_kernel, state_grads_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
 # The largest dim of a state that a walk holds whole, in shared memory.
@@ -56,9 +55,8 @@ class ScalarDecayTuning:
             at once; None: walks compute outputs and gradients, each with states of its own.
         key_tiles: of the kernel in place of `grads`, for fixed decays and values of one tile; None: `grads`.
         walks_forward: outputs are computed by walks all the same.
-        pairs: of the kernel of pairs where heads share keys and values have one tile; `grads`, of one tile of K, is then
-            of that of states. None: `grads` computes both.
-        grads_chunk: tokens of a chunk in the backward pass, a multiple of `chunk`, which is the default.
+        pairs: pairs have a kernel of their own, and `grads`, of one tile of K and of V, S and dS one each.
+        backward: of the backward pass, if others, but for `programs`; as many tokens a span.
     """
 
     summaries: TileOptions = _SUMMARIES
@@ -74,8 +72,8 @@ class ScalarDecayTuning:
     states: TileOptions | None = None
     key_tiles: TileOptions | None = None
     walks_forward: bool = False
-    pairs: TileOptions | None = None
-    grads_chunk: int | None = None
+    pairs: bool = False
+    backward: ScalarDecayTuning | None = None
 
 
 def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs: int = 264) -> ScalarDecayTuning:
@@ -87,7 +85,7 @@ def _by_chunks(states: TileOptions, grads: TileOptions, outputs: TileOptions) ->
 
 
 _WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
-_STATES, _GRADS = TileOptions(128, 64, 4, 3), TileOptions(128, 64, 8, 3)
+_STATES, _WIDE_STATES, _GRADS = TileOptions(128, 64, 4, 3), TileOptions(128, 128, 8, 3), TileOptions(128, 64, 8, 3)
 KEPT: dict[Key, ScalarDecayTuning] = {
     ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
     ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
@@ -108,10 +106,12 @@ _OF_FEW_VALUES = ScalarDecayTuning(
 )
 # Outputs by walks, gradients by chunks: of many heads that share keys, measured for K 128, V 64, as in Mamba-2, with
 # groups of 16 and of 64, and of fixed decays, for K 128, V 256 and, with chunks of 128 tokens, K 256, V 512, in 0.90 of
-# the time with 64. All by chunks: K 256, V 64, as in Bamba, with a group of 128, in half of the time of walks.
+# the time with 64. All by chunks: K 256, V 64, as in Bamba, with a group of 128, in half of the time of walks; there o
+# with chunks of 128 takes 0.82 of the time with 64, pairs apart 0.77 of the time of `grads` (with K 128 1.2 times).
 # Gradients by tiles of K: fixed decays, K 273, V 64, as in Based, in 0.61 of the time of `grads` and chunks of 64.
 _MANY_HEADS = 16
 _GRADS_BY_CHUNKS = replace(KEPT[(9, 0), torch.bfloat16, 512], outputs=TileOptions(_DEPTH, 64, 4, 1), walks_forward=True)
+_OF_FIXED = replace(_GRADS_BY_CHUNKS, summaries=_WIDE_STATES, states=_WIDE_STATES, programs=132)
 _LONG_CHUNKS = replace(
     _by_chunks(TileOptions(128, 64, 4, 2), TileOptions(64, 64, 8, 3), TileOptions(64, 128, 8, 2)),
     outputs=TileOptions(_DEPTH, 64, 8, 1),
@@ -121,7 +121,12 @@ _LONG_CHUNKS = replace(
 _BY_KEYS = replace(
     _LONG_CHUNKS, outputs=TileOptions(64, 64, 8, 3), key_tiles=TileOptions(64, 64, 8, 2), walks_forward=False
 )
-_OF_WIDE_SHARED_KEYS = _by_chunks(_STATES, TileOptions(256, 64, 8, 2), TileOptions(256, 64, 4, 2))
+_OF_WIDE_SHARED_KEYS = replace(
+    _by_chunks(TileOptions(128, 64, 4, 2), _GRADS, TileOptions(256, 64, 8, 2)),
+    chunk=128,
+    span=2,
+    backward=replace(_by_chunks(_STATES, TileOptions(256, 64, 4, 2), _GRADS), pairs=True),
+)
 
 
 def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
@@ -132,19 +137,17 @@ def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
         return _GRADS_BY_CHUNKS if shared and int(k.shape[-1]) > _FEW_VALUES and not fixed else _OF_FEW_VALUES
     wide = KEPT[(9, 0), torch.bfloat16, 512]
     if found is wide or found is KEPT[(9, 0), torch.bfloat16, 256]:
-        if fixed:
-            keys = int(k.shape[-1])
-            return _BY_KEYS if few else wide if keys > _DEPTH else _LONG_CHUNKS if keys > 128 else _GRADS_BY_CHUNKS
-        if shared and few:
+        keys = int(k.shape[-1])
+        if shared and few and keys <= _DEPTH:
             return _OF_WIDE_SHARED_KEYS
+        if fixed:
+            return _BY_KEYS if few else wide if keys > _DEPTH else _LONG_CHUNKS if keys > 128 else _OF_FIXED
     return found
 
 
 _HEADS_OF_SUMS, _HEADS_OF_GRADS = 16, 8
 # Heads of a program that computes the products of queries and keys once for all of them.
 _SHARING = 8
-import os
-_M = int(os.environ.get('M', 16))
 # A chunk's decay that dg neglects, of the size of the operands' rounding: there what passes over the chunk is less than
 # the error of the difference that it is computed as. With a decay of 2^-9 a chunk, emulated, 2^-12 has twice the error.
 _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
@@ -183,22 +186,19 @@ class ScalarDecayKernels(SegmentKernels):
         tuning: ScalarDecayTuning,
         *,
         fixed: bool,
-        backward: bool = False,
     ) -> None:
         super().__init__(k, v, doc_ids, scale, tuning.join)
         self.decays, self.tuning, self.fixed = decays, tuning, fixed
-        self.chunk = (tuning.grads_chunk if backward else None) or tuning.chunk
-        self.flags |= {"C": self.chunk, "SUMS": tuning.chunk, "FIXED": fixed}
-        self.num_chunks = cdiv(self.T, self.chunk)
-        self.span = tuning.span * tuning.chunk // self.chunk
+        self.flags |= {"C": tuning.chunk, "FIXED": fixed}
+        self.num_chunks = cdiv(self.T, tuning.chunk)
         # As many segments as fill the chip at once; a few programs more would take twice as long.
         if tuning.states is None:
             columns = cdiv(self.V, self._tile(tuning.outputs, self.K, self.V)[1])
         else:
             columns = self._state_tiles(*self._tile(tuning.states, self.K, self.V))
         segments = max(1, tuning.programs // (columns * self.BH))
-        self.num_spans = cdiv(self.num_chunks, self.span)
-        self.segment_chunks = cdiv(self.num_spans, min(segments, self.num_spans)) * self.span
+        self.num_spans = cdiv(self.num_chunks, tuning.span)
+        self.segment_chunks = cdiv(self.num_spans, min(segments, self.num_spans)) * tuning.span
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
 
     def _tile(self, options: TileOptions, depth: int, width: int) -> tuple[int, int]:
@@ -245,7 +245,7 @@ class ScalarDecayKernels(SegmentKernels):
         states_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
             keys, values, self.decays, self.doc_ids, starts, segment_decays, states, others, terms, self.scale,
             self.T, self.H, self.G, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks,
-            BK=BK, BV=BV, SPAN=self.span, REVERSE=reverse, BOUNDARIES=states is not None,
+            BK=BK, BV=BV, SPAN=self.tuning.span, REVERSE=reverse, BOUNDARIES=states is not None,
             TERMS=terms is not None, **self.flags, **options.launch,
         )  # fmt: skip
 
@@ -296,67 +296,36 @@ class ScalarDecayKernels(SegmentKernels):
             width = self.K if unpadded is None else unpadded
             dq, dk = (self._new(self.B, self.T, self.H, width, dtype=self.dtype) for _ in range(2))
             dv = torch.empty_like(v)
-            key_tiles_kernel[(self.num_chunks, self.BH)](
+            chunks.key_tiles_kernel[(self.num_chunks, self.BH)](
                 q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, self.scale, self.T, self.H, self.G,
                 self.K, width, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
             )  # fmt: skip
             return sum_heads(dq, self.G), sum_heads(dk, self.G), dv, None
-        if self.tuning.pairs is not None:
-            return self._shared_grads(self.tuning.pairs, q, k, v, do, states, grads, boundary_terms)
         options = self.tuning.grads
         BK, BV = self._tile(options, self.K, self.V)
         tiles = cdiv(self.K, BK)
-        heads = self._heads(2 * self.num_chunks * tiles, self.H)  # of eight warps, one a multiprocessor
+        heads = self._heads(2 * self.num_chunks * tiles, self.H)  # of eight warps, one a multiprocessor, or of four
+        grid = self.num_chunks * tiles, self.BH // heads
         dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
         dv = torch.empty_like(v) if tiles == 1 else self._chunks(self.tuning.value_grads, k, q, do, grads, reverse=True)
-        of_pairs, of_state = (None if self.fixed else self._new(tiles, self.B, self.H, self.T) for _ in range(2))
-        grads_kernel[(self.num_chunks * tiles, self.BH // heads)](
-            q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, of_pairs, of_state, self.scale, self.T,
-            self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, HEADS=heads, TERMS=not self.fixed, **self.flags,
-            **options.launch,
-        )  # fmt: skip
+        sums = None if self.fixed else self._new(2 * tiles + self.tuning.pairs, self.B, self.H, self.T)
+        of_pairs, of_state = (None, None) if sums is None else (sums[:-tiles], sums[-tiles:])
+        where, sizes = (self.decays, self.doc_ids), (self.scale, self.T, self.H, self.G, self.K, self.V, self.BH)
+        shared = {"BK": BK, "BV": BV, "HEADS": heads, "TERMS": not self.fixed, **self.flags, **options.launch}
+        if self.tuning.pairs:
+            pair_grads = self._new(*grid, self.tuning.chunk, self.tuning.chunk, dtype=self.dtype)
+            chunks.pairs_kernel[grid](q, k, v, do, *where, dv, pair_grads, sums, *sizes, **shared)
+            for reverse, of_tokens in enumerate(((q, k, do, states, dq), (k, q, v, grads, dk))):
+                chunks.state_grads_kernel[grid](
+                    *of_tokens, *where, dv, pair_grads, sums, *sizes, REVERSE=reverse > 0, **shared
+                )
+        else:
+            chunks.grads_kernel[grid](
+                q, k, v, do, *where, states, grads, dq, dk, dv, of_pairs, of_state, *sizes, **shared
+            )
         dq, dk = sum_heads(dq, self.G), sum_heads(dk, self.G)
         if of_pairs is None or of_state is None:
             return dq, dk, dv, None
-        terms = DecayTerms(None, of_pairs), DecayTerms(None, of_state, of_state, boundary_terms)
-        return dq, dk, dv, self._decay_grads(*terms)
-
-    def _shared_grads(
-        self,
-        options: TileOptions,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        states: Tensor,
-        grads: Tensor,
-        boundary_terms: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        # At least 88 programs of eight warps, one a multiprocessor: a second wave of few would take as long as the first.
-        heads = self._heads(3 * self.num_chunks, self.H)
-        dv, terms = torch.empty_like(v), not self.fixed
-        sums = self._new(4, self.B, self.H, self.T) if terms else (None,) * 4
-        pair_grads = self._new(self.num_chunks, self.BH // heads, self.chunk, self.chunk, dtype=self.dtype)
-        sizes = self.scale, self.T, self.H, self.G, self.K, self.V, self.BH
-        shared = {"HEADS": heads, "TERMS": terms, **self.flags}
-        grid = self.num_chunks, self.BH // heads
-        BK, BV = self._tile(options, self.K, self.V)
-        pairs_kernel[grid](
-            q, k, v, do, self.decays, self.doc_ids, dv, pair_grads, sums if terms else None, *sizes, M=_M, BK=BK, BV=BV, **shared,
-            **options.launch,
-        )  # fmt: skip
-        options = self.tuning.grads
-        BK, BV = self._tile(options, self.K, self.V)
-        dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
-        for reverse, (x, y, z, of, found) in enumerate(((q, k, do, states, dq), (k, q, v, grads, dk))):
-            state_grads_kernel[grid](
-                x, y, z, self.decays, self.doc_ids, of, pair_grads, found, dv, sums[2 + reverse], *sizes, BK=BK, BV=BV,
-                PARTS=1, REVERSE=bool(reverse), **shared, **options.launch,
-            )  # fmt: skip
-        dq, dk = sum_heads(dq, self.G), sum_heads(dk, self.G)
-        if boundary_terms is None:
-            return dq, dk, dv, None
-        of_pairs, of_state = sums[:3], sums[3:]
         terms = DecayTerms(None, of_pairs), DecayTerms(None, of_state, of_state, boundary_terms)
         return dq, dk, dv, self._decay_grads(*terms)
 
@@ -366,7 +335,7 @@ class ScalarDecayKernels(SegmentKernels):
         heads = min(_HEADS_OF_GRADS, next_power_of_2(self.H))
         decay_grads_kernel[(self.num_spans, self.B, cdiv(self.H, heads))](
             of_queries.sums, of_keys.sums, of_keys.state_sums, of_keys.boundary_terms, self.decays, self.doc_ids, dg,
-            self.T, self.H, self.BH, self.num_spans, C=self.chunk, SUMS=self.tuning.chunk, SPAN=self.span,
+            self.T, self.H, self.BH, self.num_spans, C=self.tuning.chunk, SPAN=self.tuning.span,
             QUERY_TILES=of_queries.sums.shape[0], KEY_TILES=of_keys.sums.shape[0],
             BORDER_TILES=of_keys.boundary_terms.shape[0], HEADS=heads,
             NEGLIGIBLE=_NEGLIGIBLE[self.dtype], DOCUMENTS=self.doc_ids is not None, num_warps=4,
@@ -396,7 +365,7 @@ class ScalarDecayKernels(SegmentKernels):
         walk_kernel[(cdiv(width, BW), self.BH, self.num_segments)](
             queries, keys, values, extra, self.decays, self.doc_ids, starts, outputs, *(terms or (None,) * 4),
             self.scale, self.T, self.H, query_heads, value_heads, depth, width, self.BH, self.num_chunks,
-            self.segment_chunks, BD=BD, BW=BW, SPAN=self.span, TURNED=turned, REVERSE=reverse,
+            self.segment_chunks, BD=BD, BW=BW, SPAN=self.tuning.span, TURNED=turned, REVERSE=reverse,
             TERMS=terms is not None, **self.flags, **options.launch,
         )  # fmt: skip
         return outputs
@@ -409,7 +378,7 @@ class ScalarDecayKernels(SegmentKernels):
         blocks = cdiv(self.V, BW) * self.num_chunks
         heads = self._heads(blocks, _SHARING) if self.K <= BD else 1
         outputs = torch.empty_like(values)
-        chunks_kernel[(blocks, self.BH // heads)](
+        chunks.chunks_kernel[(blocks, self.BH // heads)](
             queries, keys, values, self.decays, self.doc_ids, states, outputs, self.scale, self.T, self.H, self.G,
             self.K, self.V, self.BH, BD=BD, BW=BW, HEADS=heads, REVERSE=reverse, **self.flags,
             **options.launch,
@@ -439,8 +408,11 @@ class _ScalarDecayKernelForward(ForwardBase):
         q, k, v, decays = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         tuning, where = options_for(k, v, self.fixed), (self.doc_ids, self.scale)
-        self._decays = dense(decays) if self.fixed else decay_sums(dense(decays), tuning.chunk)
+        decays = dense(decays)
+        self._decays = decays if self.fixed else decay_sums(decays, tuning.chunk)
         self._launcher = ScalarDecayKernels(k, v, self._decays, *where, tuning, fixed=self.fixed)
+        if tuning.backward is not None and not self.fixed:
+            self._decays = decay_sums(decays, tuning.backward.chunk)
         self._segments = self._launcher.summaries(self._k, self._v, reverse=False)
         self.state, self.transition = self._segments.state, self._segments.log_decay
 
@@ -467,7 +439,9 @@ class _ScalarDecayKernelBackward(BackwardBase):
         decays, where = self._log_decays, (self.doc_ids, self.scale)
         decays = dense(decays if self.fixed else decays.transpose(1, 2))
         tuning = options_for(k, v, self.fixed)
-        self._launcher = ScalarDecayKernels(k, v, decays, *where, tuning, fixed=self.fixed, backward=True)
+        if tuning.backward is not None:
+            tuning = replace(tuning.backward, programs=tuning.programs)
+        self._launcher = ScalarDecayKernels(k, v, decays, *where, tuning, fixed=self.fixed)
         self._by_chunks = self._launcher.tuning.states is not None
         self._segments = self._launcher.summaries(self._q, self._do, reverse=True)
         self.state_grad = self._segments.state

@@ -76,7 +76,6 @@ def states_kernel(
     num_chunks,
     segment_chunks,
     C: tl.constexpr,
-    SUMS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     SPAN: tl.constexpr,
@@ -120,7 +119,7 @@ def states_kernel(
         if BOUNDARIES:
             target, own = state_pointers(states, boundary, K, V, first_key, first_value, BK, BV)
             tl.store(target, state.to(states.dtype.element_ty), mask=own)
-        sums, total = load_sums(decays, rate, batch_head, start, T, C, SUMS, FIXED)
+        sums, total = load_sums(decays, rate, batch_head, start, T, C, FIXED)
         key = load_tile(keys, start, T, G, K, first_key, C, BK)
         value = load_tile(values, start, T, H, V, first_value, C, BV)
         factors = decay(sums) * scale if REVERSE else decay(total - sums)
@@ -171,7 +170,6 @@ def walk_kernel(
     num_chunks,
     segment_chunks,
     C: tl.constexpr,
-    SUMS: tl.constexpr,
     BD: tl.constexpr,
     BW: tl.constexpr,
     SPAN: tl.constexpr,
@@ -217,7 +215,7 @@ def walk_kernel(
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
         start = chunk * C
-        sums, total = load_sums(decays, rate, batch_head, start, T, C, SUMS, FIXED)
+        sums, total = load_sums(decays, rate, batch_head, start, T, C, FIXED)
         query = load_tile(queries, start, T, QUERY_HEADS, D, 0, C, BD)
         key = load_tile(keys, start, T, QUERY_HEADS, D, 0, C, BD)
         if TERMS:
