@@ -17,9 +17,9 @@ Options change only the order of sums, but `chunk` and `span` also between which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segments
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
-from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 from zeco_train.ops.scalar_decay.kernels import chunks
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
@@ -210,6 +210,14 @@ class ScalarDecayKernels(SegmentKernels):
         self._states(self.tuning.summaries, keys, values, found.starts, segment_decays, reverse=reverse)
         self._join(found, segment_decays, reverse)
         return found
+
+    def true_starts(self, segments: Callable[[], Segments], incoming: Tensor, name: str) -> Tensor:
+        """[J, B, H, K, V] fp32, the true states that segments start from: of one segment the incoming one, alone."""
+        check_state(incoming, name, torch.Size(self.starts_shape[1:]))
+        if self.num_segments == 1:
+            return self._new(*self.starts_shape).copy_(incoming)
+        self.correct(found := segments(), incoming, name)
+        return found.starts
 
     def true_states(
         self, keys: Tensor, values: Tensor, starts: Tensor, *, reverse: bool, others: Tensor | None = None
@@ -411,14 +419,24 @@ class _ScalarDecayKernelForward(ForwardBase):
         decays = dense(decays)
         self._decays = decays if self.fixed else decay_sums(decays, tuning.chunk)
         self._launcher = ScalarDecayKernels(k, v, self._decays, *where, tuning, fixed=self.fixed)
+        self.lazy = self._launcher.num_segments == 1
         if tuning.backward is not None and not self.fixed:
             self._decays = decay_sums(decays, tuning.backward.chunk)
-        self._segments = self._launcher.summaries(self._k, self._v, reverse=False)
-        self.state, self.transition = self._segments.state, self._segments.log_decay
+
+    @cached_property
+    def _segments(self) -> Segments:
+        return self._launcher.summaries(self._k, self._v, reverse=False)
+
+    @property
+    def state(self) -> Tensor:
+        return self._segments.state
+
+    @property
+    def transition(self) -> Tensor:
+        return self._segments.log_decay
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        self._launcher.correct(self._segments, incoming_state, "incoming_state")
-        starts = self._segments.starts
+        starts = self._launcher.true_starts(lambda: self._segments, incoming_state, "incoming_state")
         self.saved = (starts,) if self.fixed else (self._decays.transpose(1, 2), starts)
         # Scores are computed with the outputs: nothing overlaps the scan.
         return self._launcher.outputs(self._q, self._k, self._v, starts)
@@ -442,9 +460,15 @@ class _ScalarDecayKernelBackward(BackwardBase):
         if tuning.backward is not None:
             tuning = replace(tuning.backward, programs=tuning.programs)
         self._launcher = ScalarDecayKernels(k, v, decays, *where, tuning, fixed=self.fixed)
-        self._by_chunks = self._launcher.tuning.states is not None
-        self._segments = self._launcher.summaries(self._q, self._do, reverse=True)
-        self.state_grad = self._segments.state
+        self._by_chunks, self.lazy = tuning.states is not None, self._launcher.num_segments == 1
+
+    @cached_property
+    def _segments(self) -> Segments:
+        return self._launcher.summaries(self._q, self._do, reverse=True)
+
+    @property
+    def state_grad(self) -> Tensor:
+        return self._segments.state
 
     def overlap(self) -> None:
         # Neither the states nor dq need gradients of states.
@@ -456,8 +480,7 @@ class _ScalarDecayKernelBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, do = self._q, self._k, self._v, self._do
-        self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
-        starts = self._segments.starts
+        starts = self._launcher.true_starts(lambda: self._segments, incoming_grad, "incoming_grad")
         if self._by_chunks:
             dq, dk, dv, dg = self._launcher.grads(q, k, v, do, self._states, starts, self.unpadded)
         else:
