@@ -332,6 +332,26 @@ def test_kernels_serve_segments_with_carries_documents_and_replay(
     assert run_distributed(_wrong_segments, 1, rules, fresh=True) == [[]]
 
 
+def _errors_without_summaries(rank: int, world_size: int) -> list[float]:
+    """Of o and the gradients, over one rank and segment, without carries: states at its borders are not computed."""
+    from zeco_train.ops.scalar_decay.kernels.launch import CUDA_SCALAR, ScalarDecayKernels
+
+    operator, place = OPERATORS["scalar_decay"], position_of(local_exchange(), 0, 80, (0, 30, 80))
+    tensors, results = KernelCase("scalar_decay", 80, (1, 1, 2, 16, 16)).tensors(torch.float32, CPU), []
+    for dtype, kept in ((torch.float64, operator), (torch.float32, replace(operator, portable=CUDA_SCALAR, cuda=None))):
+        leaves = [tensors[name].to(dtype).detach().requires_grad_() for name in operator.operands]
+        refused = mock.patch.object(ScalarDecayKernels, "summaries", side_effect=AssertionError)
+        with mock.patch.dict(OPERATORS, {"scalar_decay": kept}), refused:
+            o, _ = mix_at("scalar_decay", leaves, 0.7, place.on(leaves[0]), StateInput())
+            results.append([o.detach(), *torch.autograd.grad(o, leaves, tensors["do"].to(dtype))])
+    return [relative_error(*pair) for pair in zip(*results[::-1], strict=True)]
+
+
+def test_states_that_no_rank_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert max(run_distributed(_errors_without_summaries, 1, fresh=True)[0]) < 1e-5
+
+
 def _ulps_of_sums(rank: int, world_size: int) -> float:
     """The largest error of the sums of strong decays in chunks, in units of the last place."""
     from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
