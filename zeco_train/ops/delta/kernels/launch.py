@@ -59,7 +59,7 @@ class DeltaTuning:
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
-    grads: TileOptions = TileOptions(128, 64, 8, 2)
+    grads: TileOptions = TileOptions(64, 64, 4, 2)
     channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
     join: TileOptions = TileOptions(32, 16, 8, 2)
     programs: int = 132  # of a walk, that saturate the chip, all at once
@@ -300,7 +300,7 @@ class DeltaKernels:
         dq, dk = (self._by_token(self.K, self.H // heads) for _ in range(2))
         dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
-            dg = torch.empty_like(self.sums) if self.by_channel else self._new(tiles, self.B, self.T, self.H)
+            dg = torch.empty_like(self.sums) if self.by_channel else torch.empty_like(self.beta)
         constants = {**self.flags, "BK": BK, "BV": BV, **options.launch}
         by_channel = constants.pop("BY_CHANNEL")
         operands = (
@@ -313,10 +313,7 @@ class DeltaKernels:
                 grid = cdiv(self.num_chunks, chunks) * tiles, self.BH
                 channel_grads_kernel[grid](*operands, MILD=mild, CHUNKS=chunks, **constants)
         else:
-            grid = self.num_chunks * tiles, self.BH // heads
-            grads_kernel[grid](*operands, HEADS=heads, GATED=self.gated, **constants)
-        if dg is not None and not self.by_channel:
-            dg = dg[0] if tiles == 1 else dg.sum(0)
+            grads_kernel[(self.num_chunks, self.BH // heads)](*operands, HEADS=heads, GATED=self.gated, **constants)
         return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta
 
 
