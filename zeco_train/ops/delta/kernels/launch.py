@@ -61,7 +61,7 @@ class DeltaTuning:
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
     grads: TileOptions = TileOptions(64, 64, 4, 2)
     channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
-    join: TileOptions = TileOptions(32, 16, 8, 2)
+    join: TileOptions = TileOptions(128, 16, 8, 2)
     programs: int = 132  # of a walk, that saturate the chip, all at once
     joining: float = 2.0  # chunks that all walks together take as long for as for joining one more segment, estimated
 
@@ -281,9 +281,9 @@ class DeltaKernels:
     ) -> Tensor:
         """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
         found, options = torch.empty_like(states), self.tuning.join
-        BC, BV = options.tile(self.K, self.V)
+        BN, BV = options.tile(self.K, self.V)
         join_kernel[(cdiv(self.V, BV), self.BH)](
-            start, states, transitions, found, self.K, self.V, self.BH, len(states), BC=BC,
+            start, states, transitions, found, self.K, self.V, self.BH, len(states), BN=BN,
             BK=next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
             **options.launch,
         )  # fmt: skip
