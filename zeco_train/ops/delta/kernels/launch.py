@@ -42,6 +42,8 @@ from zeco_train.ops.scalar_decay.kernels.launch import decay_sums
 LARGEST_HEAD_DIM = 256
 # That share keys, and whose gradients one program sums.
 HEADS = 2
+# Numbers of a transition in a program's shared memory, 64 kB.
+_LARGEST_TRANSITION = 1 << 14
 
 _NARROW = TileOptions(32, 32, 4, 1)
 _SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
@@ -281,10 +283,11 @@ class DeltaKernels:
     ) -> Tensor:
         """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
         found, options = torch.empty_like(states), self.tuning.join
+        BK = max(16, next_power_of_2(self.K))
         BN, BV = options.tile(self.K, self.V)
         join_kernel[(cdiv(self.V, BV), self.BH)](
-            start, states, transitions, found, self.K, self.V, self.BH, len(states), BN=BN,
-            BK=next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
+            start, states, transitions, found, self.K, self.V, self.BH, len(states),
+            BN=min(BN, _LARGEST_TRANSITION // BK), BK=BK, BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
             **options.launch,
         )  # fmt: skip
         return found
