@@ -287,8 +287,8 @@ class DeltaKernels:
         BN, BV = options.tile(self.K, self.V)
         join_kernel[(cdiv(self.V, BV), self.BH)](
             start, states, transitions, found, self.K, self.V, self.BH, len(states),
-            BN=min(BN, _LARGEST_TRANSITION // BK), BK=BK, BV=BV, STARTS=start is not None, REVERSE=reverse,
-            PRECISION="tf32x3", **options.launch,
+            BN=min(BN, _LARGEST_TRANSITION // BK), BK=BK, BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
+            **options.launch,
         )  # fmt: skip
         return found
 

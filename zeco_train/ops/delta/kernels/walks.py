@@ -139,19 +139,16 @@ def forward_walk_kernel(
         )
         before = state.to(entering.dtype)
         held = tl.dot(before, tl.trans(entering), input_precision=PRECISION) * -from_start
-        # here, where the copy of the state is in registers
-        if OUTPUTS:
-            seen = load_tile(queries, start, T, G, K, 0, C, BK)
-            seen = tl.dot(before, tl.trans(seen), input_precision=PRECISION)
+        new = tl.dot(tl.trans(values), solving, input_precision=PRECISION)
+        new = tl.dot(held.to(entering.dtype), solving, new, input_precision=PRECISION)
         if STATES:
             own = states + index * K * V + ((first_value + tl.arange(0, BV)) * K)[:, None] + tl.arange(0, BK)[None, :]
             _, within = _columns_of(states, index, K, V, first_value, BK, BV)
             tl.store(own, before, mask=within)
-        new = tl.dot(tl.trans(values), solving, input_precision=PRECISION)
-        new = tl.dot(held.to(entering.dtype), solving, new, input_precision=PRECISION)
-        if STATES:
             store_tile(added, tl.trans(new), start, T, H, V, first_value, C, BV)
         if OUTPUTS:
+            seen = load_tile(queries, start, T, G, K, 0, C, BK)
+            seen = tl.dot(before, tl.trans(seen), input_precision=PRECISION)
             seen *= 1.0 if BY_CHANNEL else from_start * scale
             pairs = tl.trans(_load_pairs(scores, index, C))
             seen = tl.dot(new.to(entering.dtype), pairs, seen, input_precision=PRECISION)
@@ -232,13 +229,12 @@ def reverse_walk_kernel(
         )
         after = grad.to(entering.dtype)
         new = tl.dot(after, tl.trans(leaving), input_precision=PRECISION) * to_end
+        new = tl.dot(output_grads, pairs, new, input_precision=PRECISION)
+        solved = tl.dot(new.to(entering.dtype), solving, input_precision=PRECISION)
         if STATES:
             own = grads + index * K * V + ((first_value + tl.arange(0, BV)) * K)[:, None] + tl.arange(0, BK)[None, :]
             _, within = _columns_of(grads, index, K, V, first_value, BK, BV)
             tl.store(own, after, mask=within)
-        new = tl.dot(output_grads, pairs, new, input_precision=PRECISION)
-        solved = tl.dot(new.to(entering.dtype), solving, input_precision=PRECISION)
-        if STATES:
             store_tile(dv, tl.trans(solved), start, T, H, V, first_value, C, BV)
         if not BY_CHANNEL:
             output_grads = (output_grads.to(tl.float32) * (from_start * scale)).to(entering.dtype)
@@ -287,9 +283,7 @@ def join_kernel(
         source = index - stride * BH if STARTS else index
         if BN < BK:
             for first in range(0, K, BN):
-                rows = _join(
-                    state, states, transitions, source, K, V, first, first_value, BN, BK, BV, REVERSE, PRECISION
-                )  # fmt: skip
+                rows = _join(state, states, transitions, source, K, V, first, first_value, BN, BK, BV, REVERSE, PRECISION)
                 some, covered = _columns_of(found, index, K, V, first_value, BN, BV, first)
                 tl.store(some, rows, mask=covered)
             # all threads' stores
