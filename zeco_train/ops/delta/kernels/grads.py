@@ -90,6 +90,20 @@ def mask_pairs(
 
 
 @jit
+def _weigh_pairs(
+    score_grads, pair_grads, own, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C: tl.constexpr,
+    DOCUMENTS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """dP, its diagonal, [C, 1], and dA of `mask_pairs`, times the decays between both tokens."""
+    score_grads, self, pair_grads, visible = mask_pairs(
+        score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS, TOKENS
+    )
+    between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
+    scores = round_to_tokens(score_grads * between, TOKENS, True)
+    return scores, self[:, None], round_to_tokens(pair_grads * between, TOKENS, True)
+
+
+@jit
 def later_tokens(doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
     """[C, C], the tokens that each one's dg is a sum over; [C], whether it goes on past the chunk; where dg is not 0.
 
@@ -121,7 +135,7 @@ def grads_kernel(
     dv,  # [B, T, H, V]
     dq,  # [B, T, H / HEADS, K], written
     dk,  # [B, T, H / HEADS, K], written
-    dg,  # [B, T, H] fp32, written with GATED
+    dg,  # [K / KEYS, B, T, H] fp32, sums over these channels; written with GATED
     dbeta,  # [B, T, H] fp32, written
     scale,
     T,
@@ -133,16 +147,20 @@ def grads_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    KEYS: tl.constexpr,
     HEADS: tl.constexpr,
     GATED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program serves one chunk, of HEADS heads, which share keys, one after the other; BK channels at a time.
+    """One program serves KEYS channels of the keys of one chunk, of HEADS heads, which share them, one after the other.
 
-    So it needs the registers of few tiles, and two programs share a multiprocessor.
+    BK channels at a time: with fewer than KEYS it reads V more often, but needs the registers of few tiles, so that
+    two programs share a multiprocessor.
     """
-    chunk = tl.program_id(0)
+    key_tiles: tl.constexpr = (K + KEYS - 1) // KEYS
+    chunk = tl.program_id(0) // key_tiles
+    tile = tl.program_id(0) % key_tiles
     start = chunk * C
     of_group = key_head_offset(tl.program_id(1) * HEADS, T, H, G, K)
     dq += head_offset(tl.program_id(1), T, H // HEADS, K)
@@ -155,24 +173,23 @@ def grads_kernel(
         of_head = head_offset(batch_head, T, H, V)
         score_grads = tl.zeros([C, C], tl.float32)
         pair_grads = tl.zeros([C, C], tl.float32)
-        for first_value in tl.range(0, V, BV, disable_licm=True):
-            new = tl.trans(load_tile(added + of_head, start, T, H, V, first_value, C, BV))
-            value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
-            output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
-            score_grads = tl.dot(output_grads, new, score_grads, input_precision=PRECISION)
-            pair_grads = tl.dot(value_grads, new, pair_grads, input_precision=PRECISION)
-        score_grads, self, pair_grads, visible = mask_pairs(
-            score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, 0, start, scale, T, H, C, DOCUMENTS, DTYPE
-        )
         own, total = load_decays(sums, batch_head, start, T, H, K, 0, C, BK, False)
-        between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
-        score_grads = round_to_tokens(score_grads * between, DTYPE, True)
-        pair_grads = round_to_tokens(pair_grads * between, DTYPE, True)
         from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
-        self = self[:, None]
+        if KEYS > BK:
+            for first_value in tl.range(0, V, BV, disable_licm=True):
+                new = tl.trans(load_tile(added + of_head, start, T, H, V, first_value, C, BV))
+                value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
+                output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
+                score_grads = tl.dot(output_grads, new, score_grads, input_precision=PRECISION)
+                pair_grads = tl.dot(value_grads, new, pair_grads, input_precision=PRECISION)
+            scores, self, pairs = _weigh_pairs(
+                score_grads, pair_grads, own, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS,
+                DTYPE,
+            )  # fmt: skip
         terms = tl.zeros([C], tl.float32)
         boundary_term = tl.sum(survives) * 0.0
-        for first_key in tl.range(0, K, BK, disable_licm=True):
+        for offset in tl.range(0, KEYS, BK, disable_licm=True):
+            first_key = tile * KEYS + offset
             query_grads = tl.zeros([C, BK], tl.float32)
             row_grads = tl.zeros([C, BK], tl.float32)
             column_grads = tl.zeros([C, BK], tl.float32)
@@ -183,11 +200,19 @@ def grads_kernel(
                 output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
                 state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
                 grad = load_transposed(grads, index, K, V, first_key, first_value, BK, BV)
+                if KEYS == BK:
+                    score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
+                    pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
                 query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
                 row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
                 column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
                 if GATED:
                     products = tl.dot(state, tl.trans(grad), products, input_precision=PRECISION)
+            if KEYS == BK:
+                scores, self, pairs = _weigh_pairs(
+                    score_grads, pair_grads, own, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C,
+                    DOCUMENTS, DTYPE,
+                )  # fmt: skip
             if GATED:
                 values = tl.arange(0, BV)
                 products = tl.where(values[:, None] == values[None, :], products, 0.0)
@@ -201,20 +226,20 @@ def grads_kernel(
             own_keys = laid_out_like(keys, query_grads)
             own_queries = laid_out_like(queries, query_grads)
             query_grads *= from_start * scale
-            query_grads = tl.dot(score_grads, keys, query_grads, input_precision=PRECISION)
+            query_grads = tl.dot(scores, keys, query_grads, input_precision=PRECISION)
             terms += tl.sum(own_queries.to(tl.float32) * query_grads, axis=1)
             query_grads += self * own_keys.to(tl.float32)
             if HEADS > 1:
                 query_grads += load_tile(dq, start, known, H // HEADS, K, first_key, C, BK).to(tl.float32)
             store_tile(dq, query_grads, start, T, H // HEADS, K, first_key, C, BK)
             row_grads *= -from_start
-            row_grads = tl.dot(pair_grads, keys, row_grads, input_precision=PRECISION)
+            row_grads = tl.dot(pairs, keys, row_grads, input_precision=PRECISION)
             column_grads *= to_end
             if GATED:
                 boundary_term += tl.sum(own_keys.to(tl.float32) * column_grads)
             if start < T:  # always: see `_split_product` of the scalar decays
-                column_grads = tl.dot(tl.trans(score_grads), queries, column_grads, input_precision=PRECISION)
-            column_grads = tl.dot(tl.trans(pair_grads), keys, column_grads, input_precision=PRECISION)
+                column_grads = tl.dot(tl.trans(scores), queries, column_grads, input_precision=PRECISION)
+            column_grads = tl.dot(tl.trans(pairs), keys, column_grads, input_precision=PRECISION)
             terms += tl.sum(own_keys.to(tl.float32) * (row_grads - column_grads), axis=1)
             row_grads += column_grads + self * own_queries.to(tl.float32)
             if HEADS > 1:
@@ -223,5 +248,6 @@ def grads_kernel(
         if GATED:
             later, goes_on, stays = later_tokens(doc_ids, start, T, C, DOCUMENTS)
             decay_grads = tl.sum(tl.where(later, terms[None, :], 0.0), axis=1) + tl.where(goes_on, boundary_term, 0.0)
-            by_head = head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H
+            by_head = (tile * (BH // H)).to(tl.int64) * T * H + head_offset(batch_head, T, H, 1)
+            by_head += (start + rows).to(tl.int64) * H
             tl.store(dg + by_head, tl.where(stays, decay_grads, 0.0), mask=rows < T - start)

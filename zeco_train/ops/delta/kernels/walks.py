@@ -283,7 +283,9 @@ def join_kernel(
         source = index - stride * BH if STARTS else index
         if BN < BK:
             for first in range(0, K, BN):
-                rows = _join(state, states, transitions, source, K, V, first, first_value, BN, BK, BV, REVERSE, PRECISION)
+                rows = _join(
+                    state, states, transitions, source, K, V, first, first_value, BN, BK, BV, REVERSE, PRECISION
+                )
                 some, covered = _columns_of(found, index, K, V, first_value, BN, BV, first)
                 tl.store(some, rows, mask=covered)
             # all threads' stores
