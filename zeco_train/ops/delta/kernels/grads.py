@@ -67,9 +67,12 @@ def load_transposed(states, index, K, V, first_key, first_value, BK: tl.constexp
 @jit
 def mask_pairs(
     score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C: tl.constexpr,
-    DOCUMENTS: tl.constexpr, TOKENS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, TOKENS: tl.constexpr, sums=None,
 ):  # fmt: skip
-    """From do Nᵀ and dv Nᵀ: dP without its diagonal, that, [C], and dA; which pairs count. Tile 0 writes dβ."""
+    """From do Nᵀ and dv Nᵀ: dP without its diagonal, that, [C], and dA. Tile 0 writes dβ.
+
+    With `sums` of decays, [C, 1], dP and dA by the decays between both tokens, in the dtype of the tokens.
+    """
     rows = tl.arange(0, C)
     is_self = rows[:, None] == rows[None, :]
     if tile == 0:
@@ -86,21 +89,11 @@ def mask_pairs(
     self = tl.sum(tl.where(is_self, score_grads, 0.0), axis=1)
     score_grads = tl.where(is_self, 0.0, score_grads)
     pair_grads = tl.where(visible & (rows[:, None] > rows[None, :]), -pair_grads, 0.0)
-    return score_grads, self, pair_grads, visible
-
-
-@jit
-def _weigh_pairs(
-    score_grads, pair_grads, own, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C: tl.constexpr,
-    DOCUMENTS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """dP, its diagonal, [C, 1], and dA of `mask_pairs`, times the decays between both tokens."""
-    score_grads, self, pair_grads, visible = mask_pairs(
-        score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS, TOKENS
-    )
-    between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
-    scores = round_to_tokens(score_grads * between, TOKENS, True)
-    return scores, self[:, None], round_to_tokens(pair_grads * between, TOKENS, True)
+    if sums is not None:
+        between = decay(tl.where(visible, sums - tl.trans(sums), float("-inf")))
+        score_grads = round_to_tokens(score_grads * between, TOKENS, True)
+        pair_grads = round_to_tokens(pair_grads * between, TOKENS, True)
+    return score_grads, self, pair_grads
 
 
 @jit
@@ -182,9 +175,9 @@ def grads_kernel(
                 output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
                 score_grads = tl.dot(output_grads, new, score_grads, input_precision=PRECISION)
                 pair_grads = tl.dot(value_grads, new, pair_grads, input_precision=PRECISION)
-            scores, self, pairs = _weigh_pairs(
-                score_grads, pair_grads, own, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS,
-                DTYPE,
+            scores, self, pairs = mask_pairs(
+                score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C,
+                DOCUMENTS, DTYPE, own,
             )  # fmt: skip
         terms = tl.zeros([C], tl.float32)
         boundary_term = tl.sum(survives) * 0.0
@@ -209,9 +202,9 @@ def grads_kernel(
                 if GATED:
                     products = tl.dot(state, tl.trans(grad), products, input_precision=PRECISION)
             if KEYS == BK:
-                scores, self, pairs = _weigh_pairs(
-                    score_grads, pair_grads, own, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C,
-                    DOCUMENTS, DTYPE,
+                scores, self, pairs = mask_pairs(
+                    score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C,
+                    DOCUMENTS, DTYPE, own,
                 )  # fmt: skip
             if GATED:
                 values = tl.arange(0, BV)
@@ -228,7 +221,7 @@ def grads_kernel(
             query_grads *= from_start * scale
             query_grads = tl.dot(scores, keys, query_grads, input_precision=PRECISION)
             terms += tl.sum(own_queries.to(tl.float32) * query_grads, axis=1)
-            query_grads += self * own_keys.to(tl.float32)
+            query_grads += self[:, None] * own_keys.to(tl.float32)
             if HEADS > 1:
                 query_grads += load_tile(dq, start, known, H // HEADS, K, first_key, C, BK).to(tl.float32)
             store_tile(dq, query_grads, start, T, H // HEADS, K, first_key, C, BK)
@@ -241,7 +234,7 @@ def grads_kernel(
                 column_grads = tl.dot(tl.trans(scores), queries, column_grads, input_precision=PRECISION)
             column_grads = tl.dot(tl.trans(pairs), keys, column_grads, input_precision=PRECISION)
             terms += tl.sum(own_keys.to(tl.float32) * (row_grads - column_grads), axis=1)
-            row_grads += column_grads + self * own_queries.to(tl.float32)
+            row_grads += column_grads + self[:, None] * own_queries.to(tl.float32)
             if HEADS > 1:
                 row_grads += load_tile(dk, start, known, H // HEADS, K, first_key, C, BK).to(tl.float32)
             store_tile(dk, row_grads, start, T, H // HEADS, K, first_key, C, BK)

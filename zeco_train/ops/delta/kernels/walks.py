@@ -281,35 +281,22 @@ def join_kernel(
     for step in range(1, num_segments):
         index = (segment + stride * step) * BH + batch_head
         source = index - stride * BH if STARTS else index
+        for first in range(0, K, BN):
+            some, covered = _columns_of(states, source, K, V, first_value, BN, BV, first)
+            rows = tl.load(some, mask=covered, other=0.0)
+            if REVERSE:
+                some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
+                transition = tl.load(some, mask=within, other=0.0)
+            else:
+                some, within = state_pointers(transitions, source, K, K, first, 0, BN, BK)
+                transition = tl.trans(tl.load(some, mask=within, other=0.0))
+            rows = tl.dot(state, transition, rows, input_precision=PRECISION)
+            some, covered = _columns_of(found, index, K, V, first_value, BN, BV, first)
+            tl.store(some, rows, mask=covered)
+            if BN == BK:
+                state = rows
         if BN < BK:
-            for first in range(0, K, BN):
-                rows = _join(
-                    state, states, transitions, source, K, V, first, first_value, BN, BK, BV, REVERSE, PRECISION
-                )
-                some, covered = _columns_of(found, index, K, V, first_value, BN, BV, first)
-                tl.store(some, rows, mask=covered)
             # all threads' stores
             tl.debug_barrier()
-            pointers, inside = _columns_of(found, index, K, V, first_value, BK, BV)
-            state = tl.load(pointers, mask=inside, other=0.0)
-        else:
-            state = _join(state, states, transitions, source, K, V, 0, first_value, BN, BK, BV, REVERSE, PRECISION)
             pointers, _ = _columns_of(found, index, K, V, first_value, BK, BV)
-            tl.store(pointers, state, mask=inside)
-
-
-@jit
-def _join(
-    state, states, transitions, index, K, V, first, first_value, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Rows of a state, transposed, [BV, BN], from `first` on, past segment `index`."""
-    pointers, inside = _columns_of(states, index, K, V, first_value, BN, BV, first)
-    added = tl.load(pointers, mask=inside, other=0.0)
-    if REVERSE:
-        pointers, inside = state_pointers(transitions, index, K, K, 0, first, BK, BN)
-        transition = tl.load(pointers, mask=inside, other=0.0)
-    else:
-        pointers, inside = state_pointers(transitions, index, K, K, first, 0, BN, BK)
-        transition = tl.trans(tl.load(pointers, mask=inside, other=0.0))
-    return tl.dot(state, transition, added, input_precision=PRECISION)
+            state = tl.load(pointers, mask=inside, other=0.0)
