@@ -67,7 +67,7 @@ def _chunk_grads(
         boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
     channels = tl.arange(0, BK)
     boundary_term = tl.sum(tl.where(channels[:, None] == channels[None, :], boundary_term, 0.0), axis=0)
-    score_grads, self, pair_grads, _ = mask_pairs(
+    score_grads, self, pair_grads = mask_pairs(
         score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS, DTYPE
     )
     self = self[:, None]

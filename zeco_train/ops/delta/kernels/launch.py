@@ -1,15 +1,15 @@
 """Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
 
 Forward                                                        Backward
-  sums of g; by channel operands; scores P and systems F
+  sums of g; by channel operands; scores P and systems F         by channel operands again
   states and transitions of segments → S_loc, M                  gradients of segments → D_loc
   | scan over ranks                                              | scan over ranks ‖ true states again
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg, dβ
 
 States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
 transitions passed between segments or ranks are fp32. The forward pass saves P and F, in the dtype of the tokens, 64
-numbers each a token and head; the decays' sums in place of g, and by channel the walks' operands; and of each segment
-its transition and the true state before it, in place of R.
+numbers each a token and head; the decays' sums in place of g, and by channel a byte a chunk and head; and of each
+segment its transition and the true state before it, in place of R.
 
 Options change only the order of sums.
 """
@@ -45,6 +45,7 @@ HEADS = 2
 
 _NARROW = TileOptions(32, 32, 4, 1)
 _SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
+_SMALL_JOIN = TileOptions(32, 16, 8, 2)
 
 
 @dataclass(frozen=True)
@@ -60,30 +61,34 @@ class DeltaTuning:
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
-    grads: TileOptions = TileOptions(128, 64, 8, 2)
+    # With decays by head: of one head for its keys, and of several.
+    grads: TileOptions = TileOptions(64, 64, 4, 2)
+    shared_grads: TileOptions = TileOptions(128, 64, 8, 2)
     channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
-    join: TileOptions = TileOptions(32, 16, 8, 2)
+    join: TileOptions = TileOptions(128, 16, 8, 3)
     programs: int = 132  # of a walk, that saturate the chip, all at once
-    joining: float = 2.0  # chunks that all walks together take as long for as for joining one more segment, estimated
+    joining: float = 0.5  # chunks that all walks together take as long for as for joining one more segment, estimated
 
 
-def _walks(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(summaries=walk, walk=walk, channel_walk=walk)
+def _walks(walk: TileOptions, join: TileOptions = _SMALL_JOIN) -> DeltaTuning:
+    return DeltaTuning(summaries=walk, walk=walk, channel_walk=walk, join=join)
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(_NARROW, _NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW)
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW, _NARROW, _SMALL_JOIN)
 
 
 # Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
 # with 8 warps is slow with fewer than 128 columns: each half of the warps computes all.
 KEPT: dict[Key, DeltaTuning] = {
-    ((9, 0), torch.bfloat16, 64): _walks(_SMALL_WALK),
+    ((9, 0), torch.bfloat16, 64): _walks(_SMALL_WALK, DeltaTuning.join),
     ((9, 0), torch.bfloat16, 128): DeltaTuning(),
     ((9, 0), torch.bfloat16, 256): DeltaTuning(
         summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
         walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
         channel_walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 1),
+        grads=DeltaTuning.shared_grads,
+        join=TileOptions(64, 16, 8, 3),
     ),
     (None, torch.bfloat16, 128): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
     (None, torch.bfloat16, 256): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 8, 1)),
@@ -290,10 +295,10 @@ class DeltaKernels:
     ) -> Tensor:
         """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
         found, options = torch.empty_like(states), self.tuning.join
-        BC, BV = options.tile(self.K, self.V)
+        BN, BV = options.tile(self.K, self.V)
         join_kernel[(cdiv(self.V, BV), self.BH)](
-            start, states, transitions, found, self.K, self.V, self.BH, len(states), BC=BC,
-            BK=next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
+            start, states, transitions, found, self.K, self.V, self.BH, len(states), BN=BN,
+            BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
             **options.launch,
         )  # fmt: skip
         return found
@@ -302,10 +307,13 @@ class DeltaKernels:
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor, kinds: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dg (None unless gated) and dβ."""
-        options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
-        BK, BV = self._tile(options)
-        tiles = cdiv(self.K, BK)
         heads = 1 if self.by_channel else math.gcd(self.H // self.G, HEADS)
+        alone = self.tuning.channel_grads if self.by_channel else self.tuning.grads
+        options = alone if heads == 1 else self.tuning.shared_grads
+        BK, BV = self._tile(options)
+        # Of a program: tiles of many channels have a program each.
+        keys = BK if self.by_channel or BK >= 128 else cdiv(self.K, BK) * BK
+        tiles = cdiv(self.K, keys)
         dq, dk = (self._by_token(self.K, self.H // heads) for _ in range(2))
         dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
@@ -322,8 +330,8 @@ class DeltaKernels:
                     *operands, kinds, PLAIN=is_plain, CHUNKS=chunks, TILES=self.tiles, **constants
                 )
         else:
-            grid = self.num_chunks * tiles, self.BH // heads
-            grads_kernel[grid](*operands, HEADS=heads, GATED=self.gated, **constants)
+            constants |= {"HEADS": heads, "GATED": self.gated, "KEYS": keys}
+            grads_kernel[(self.num_chunks * tiles, self.BH // heads)](*operands, **constants)
         if dg is not None and not self.by_channel:
             dg = dg[0] if tiles == 1 else dg.sum(0)
         return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta
