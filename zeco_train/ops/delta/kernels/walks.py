@@ -23,7 +23,7 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.delta.kernels.systems import WEAK, border_decays, load_decays, load_kind
-from zeco_train.ops.gla.kernels.tiles import head_offset, load_doc_ids, load_tile, state_pointers, store_tile
+from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
 
@@ -58,17 +58,12 @@ def _load_decays(
 
     BY_CHANNEL: 0 across a restart, else 1.
     """
-    if BY_CHANNEL:
-        survives = 1.0
-        from_start = tl.full([1, C], 1.0, tl.float32)
-        to_end = from_start
-        if DOCUMENTS:
-            own, before, end = load_doc_ids(doc_ids, start, T, C)
-            from_start = tl.where(own == before, 1.0, 0.0)[None, :]
-            to_end = tl.where(own == end, 1.0, 0.0)[None, :]
-            survives = tl.where(before == end, 1.0, 0.0)
+    if BY_CHANNEL and not DOCUMENTS:
+        from_start, to_end, survives = tl.full([1, C], 1.0, tl.float32), tl.full([1, C], 1.0, tl.float32), 1.0
     else:
-        own, total = load_decays(sums, batch_head, start, T, C)
+        own, total = tl.zeros([C, 1], tl.float32), tl.zeros([1, 1], tl.float32)
+        if not BY_CHANNEL:
+            own, total = load_decays(sums, batch_head, start, T, C)
         from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
         from_start, to_end = tl.trans(from_start), tl.trans(to_end)
     return from_start, to_end, survives
@@ -272,8 +267,8 @@ def reverse_walk_kernel(
             tl.store(own, after, mask=within)
             store_tile(dv, tl.trans(solved), start, T, H, V, first_value, C, BV)
         if DOCUMENTS or not BY_CHANNEL:
-            seen_share = from_start if BY_CHANNEL else from_start * scale
-            output_grads = (output_grads.to(tl.float32) * seen_share).to(entering.dtype)
+            from_output = from_start if BY_CHANNEL else from_start * scale
+            output_grads = (output_grads.to(tl.float32) * from_output).to(entering.dtype)
         if BY_CHANNEL and has_factors:
             grad *= _load_border(sums, 1, index, K, BK)
         grad = tl.dot(output_grads, seen, grad * survives, input_precision=PRECISION)
