@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,7 +45,7 @@ HEADS = 2
 
 _NARROW = TileOptions(32, 32, 4, 1)
 _SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
-_SMALL_JOIN = TileOptions(32, 16, 8, 2)
+_SMALL_GRADS, _SMALL_JOIN = TileOptions(64, 64, 4, 2), TileOptions(32, 16, 8, 2)
 
 
 @dataclass(frozen=True)
@@ -61,34 +61,31 @@ class DeltaTuning:
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
-    # With decays by head: of one head for its keys, and of several.
-    grads: TileOptions = TileOptions(64, 64, 4, 2)
-    shared_grads: TileOptions = TileOptions(128, 64, 8, 2)
+    grads: TileOptions = TileOptions(128, 64, 8, 3)
     channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
     join: TileOptions = TileOptions(128, 16, 8, 3)
     programs: int = 132  # of a walk, that saturate the chip, all at once
     joining: float = 0.5  # chunks that all walks together take as long for as for joining one more segment, estimated
 
 
-def _walks(walk: TileOptions, join: TileOptions = _SMALL_JOIN) -> DeltaTuning:
-    return DeltaTuning(summaries=walk, walk=walk, channel_walk=walk, join=join)
+def _walks(walk: TileOptions) -> DeltaTuning:
+    return DeltaTuning(summaries=walk, walk=walk, channel_walk=walk, grads=_SMALL_GRADS, join=_SMALL_JOIN)
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(_NARROW, _NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW, _NARROW, _SMALL_JOIN)
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW, _SMALL_JOIN)
 
 
 # Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
 # with 8 warps is slow with fewer than 128 columns: each half of the warps computes all.
 KEPT: dict[Key, DeltaTuning] = {
-    ((9, 0), torch.bfloat16, 64): _walks(_SMALL_WALK, DeltaTuning.join),
+    ((9, 0), torch.bfloat16, 64): replace(_walks(_SMALL_WALK), grads=DeltaTuning.grads, join=DeltaTuning.join),
     ((9, 0), torch.bfloat16, 128): DeltaTuning(),
     ((9, 0), torch.bfloat16, 256): DeltaTuning(
         summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
         walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
         channel_walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 1),
-        grads=DeltaTuning.shared_grads,
-        join=TileOptions(64, 16, 8, 3),
+        join=TileOptions(64, 16, 8, 2),
     ),
     (None, torch.bfloat16, 128): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
     (None, torch.bfloat16, 256): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 8, 1)),
@@ -308,12 +305,9 @@ class DeltaKernels:
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dg (None unless gated) and dβ."""
         heads = 1 if self.by_channel else math.gcd(self.H // self.G, HEADS)
-        alone = self.tuning.channel_grads if self.by_channel else self.tuning.grads
-        options = alone if heads == 1 else self.tuning.shared_grads
+        options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
         BK, BV = self._tile(options)
-        # Of a program: tiles of many channels have a program each.
-        keys = BK if self.by_channel or BK >= 128 else cdiv(self.K, BK) * BK
-        tiles = cdiv(self.K, keys)
+        tiles = cdiv(self.K, BK)
         dq, dk = (self._by_token(self.K, self.H // heads) for _ in range(2))
         dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
@@ -330,7 +324,7 @@ class DeltaKernels:
                     *operands, kinds, PLAIN=is_plain, CHUNKS=chunks, TILES=self.tiles, **constants
                 )
         else:
-            constants |= {"HEADS": heads, "GATED": self.gated, "KEYS": keys}
+            constants |= {"HEADS": heads, "GATED": self.gated}
             grads_kernel[(self.num_chunks * tiles, self.BH // heads)](*operands, **constants)
         if dg is not None and not self.by_channel:
             dg = dg[0] if tiles == 1 else dg.sum(0)
