@@ -157,7 +157,10 @@ def optimizer_bytes(case: PlannedCase) -> float:
 
 def kept_bytes(case: PlannedCase, mixers: Iterable[str]) -> float:
     """Bytes that blocks of these kinds keep for their backward pass."""
-    return sum(case.measured(name).kept.at(case.tokens) for name in mixers)
+    of_methods = {
+        name: method_costs(case, block.attention).kept for name, block in case.spec.blocks.items() if block.attention
+    }
+    return sum(case.measured(name).kept.at(case.tokens) + of_methods.get(name, 0.0) for name in mixers)
 
 
 def _passing_back(case: PlannedCase, name: str) -> float:

@@ -1,7 +1,9 @@
 """Every rank gets some heads of the whole sequence (DeepSpeed-Ulysses), and computes them like one device.
 
-Four all-to-alls: queries, keys and values before, outputs after. All ranks have the same work. There must be a head for
-each rank; with fewer heads of keys and values than ranks, those are repeated.
+Four all-to-alls: queries, keys and values before, outputs after; in the backward pass gradients of outputs before, of
+queries, keys and values after. Those stay for it as they came, by heads, and outputs by heads, too; a replay sends them
+again. All ranks have the same work. There must be a head for each rank; with fewer heads of keys and values than ranks,
+those are repeated, and not kept.
 
 Memory: queries, keys, values and outputs of the whole sequence, of H / P heads: as much as without sharding.
 """
@@ -16,7 +18,7 @@ from torch import Tensor
 from zeco_train.collectives.wire import Transfer
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attention import attend, attend_backward
-from zeco_train.ops.softmax.span import Attended, Span
+from zeco_train.ops.softmax.span import Attended, AttendedHeads, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
 from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
 from zeco_train.sp.attention.routes import Bounds
@@ -26,13 +28,18 @@ class Ulysses(PipelinedAttention):
     """DeepSpeed-Ulysses."""
 
     @property
+    def heads_over(self) -> int:
+        return self.wire.size
+
+    @property
     def heads_step(self) -> int:
         # Fewer heads of keys than ranks would be repeated.
         return self.wire.size
 
     def forward_steps(
         self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
-    ) -> Steps[Attended]:
+    ) -> Steps[Attended | AttendedHeads]:
+        is_repeated = _repeats(k.shape[2], self.wire.size) > 1
         spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         operands = {"queries": q, "keys": self._repeated(k), "values": self._repeated(v)}
         arriving = [self._by_heads(x, spans, what) for what, x in operands.items()]
@@ -41,36 +48,33 @@ class Ulysses(PipelinedAttention):
         q, k, v = (each.wait() for each in arriving)
         found = attend(q, k, v, whole, 0, scale)
         o = self._by_tokens(found.o, spans, "outputs")
-        lse = self._by_tokens(found.lse.mT.unsqueeze(-1), spans, "log-sum-exps")
-        del found, q, k, v
         yield
-        return Attended(o.wait(), lse.wait().squeeze(-1).mT)
+        return Attended(o.wait(), found.lse) if is_repeated else AttendedHeads(o.wait(), found.lse, q, k, v, found.o)
 
     def backward_steps(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
-        of_queries = {
-            "gradients": do,
-            "queries": q,
-            "outputs": attended.o,
-            "log-sum-exps": attended.lse.mT.unsqueeze(-1),
-        }
+        kept = [q, attended.o, k, v] if q.shape[2] < do.shape[2] else []
+        of_queries = {"gradients": do} if kept else {"gradients": do, "queries": q, "outputs": attended.o}
         arriving = [self._by_heads(x, spans, what) for what, x in of_queries.items()]
-        # One after another, so that no two repeated tensors of this rank's tokens exist at once.
-        arriving += [self._by_heads(self._repeated(x), spans, what) for what, x in (("keys", k), ("values", v))]
+        if not kept:
+            # One after another, so that no two repeated tensors of this rank's tokens exist at once.
+            arriving += [self._by_heads(self._repeated(x), spans, what) for what, x in (("keys", k), ("values", v))]
         yield
-        grads = self._gradients(arriving, whole, scale)
+        grads = self._gradients(arriving, kept, attended.lse, whole, scale)
         returning = [self._by_tokens(grad, spans, "gradients") for grad in grads]
         del grads
         yield
         dq, dk, dv = (each.wait() for each in returning)
-        return dq, self._summed(dk, k), self._summed(dv, v)
+        return (dq, dk, dv) if kept else (dq, self._summed(dk, k), self._summed(dv, v))
 
-    def _gradients(self, arriving: list[_Shuffled], whole: Span, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _gradients(
+        self, arriving: list[_Shuffled], kept: list[Tensor], lse: Tensor, whole: Span, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # Of queries, keys and values of this rank's heads; what has arrived is freed with the return.
-        do, q, o, lse, k, v = (each.wait() for each in arriving)
-        return attend_backward(do, q, k, v, Attended(o, lse.squeeze(-1).mT), whole, 0, scale, self.deterministic)
+        do, q, o, k, v = *(each.wait() for each in arriving), *kept
+        return attend_backward(do, q, k, v, Attended(o, lse), whole, 0, scale, self.deterministic)
 
     def _repeated(self, x: Tensor) -> Tensor:
         repeats = _repeats(x.shape[2], self.wire.size)
@@ -142,14 +146,18 @@ def _heads_problem(heads: int, key_heads: int, ranks: int) -> str | None:
 def _costs(load: AttentionLoad) -> MethodCosts:
     # Everything but a rank's own part leaves it; the whole sequence of H / P heads has the size of its own tokens. All
     # operands are sent before any is waited for: as messages to the other ranks, and from them.
-    repeated = load.tokens * load.keys_per_token * _repeats(load.key_heads, load.ranks)
-    sums, leaving = load.tokens * load.heads * load.wide, 1 - 1 / load.ranks
-    forward = (2 * load.queries + repeated) * load.itemsize + sums
-    operands = (3 * load.queries + repeated) * load.itemsize
-    gradients = (load.queries + repeated) * load.wide
-    backward = operands + gradients + sums
+    repeats, leaving = _repeats(load.key_heads, load.ranks), 1 - 1 / load.ranks
+    queries, repeated = load.queries * load.itemsize, load.tokens * load.keys_per_token * repeats
+    forward, gradients = 2 * queries + repeated * load.itemsize, (load.queries + repeated) * load.wide
     hidden = 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens, load.nodes)
-    return MethodCosts(leaving * forward, leaving * backward, (5, 9), 2.0 * operands, hidden=hidden)
+    if load.replayed or repeats > 1:
+        operands = forward + queries
+        return MethodCosts(leaving * forward, leaving * (operands + gradients), (4, 8), 2.0 * operands, hidden=hidden)
+    # Then gradients are, as computed and arriving.
+    held = 2.0 * (load.queries + repeated) * load.itemsize
+    return MethodCosts(
+        leaving * forward, leaving * (queries + gradients), (4, 4), held, hidden=hidden, kept=float(queries)
+    )
 
 
 ULYSSES = MethodSpec(
