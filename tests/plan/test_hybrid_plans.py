@@ -58,9 +58,12 @@ def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int
                 q, k, v = tensor(HEADS), tensor(KEY_HEADS), tensor(KEY_HEADS)
                 way = "forward"
                 o, lse, *kept = method.forward(q, k, v, span, bounds, 1.0)
-                for way, operands in (("backward", kept or [q, k, v, o]), ("replayed", [q, k, v, o])):
-                    of_way = Attended(operands[3], lse)
-                    method.backward(tensor(HEADS), *operands[:3], of_way, span, bounds, 1.0)
+                way = "backward"
+                q_kept, k_kept, v_kept, o_kept = kept or (q, k, v, o)
+                do = tensor(HEADS)
+                method.backward(do, q_kept, k_kept, v_kept, Attended(o_kept, lse), span, bounds, 1.0)
+                way = "replayed"
+                method.backward(do, q, k, v, Attended(o, lse), span, bounds, 1.0)
                 found[f"{name} {window}"] = sent["forward"], sent["backward"], sent["replayed"]
     return found
 

@@ -112,8 +112,8 @@ def _method(handle: Tensor | None) -> AttentionMethod:
     return method
 
 
-# o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64), or of heads, see `AttentionMethod`; `known_o` and
-# `known_lse` if given. Then what the backward pass reads in the place of q, k, v and o; [0] if that is these.
+# o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64), or by heads, see `AttentionMethod`; `known_o` and
+# `known_lse` if given. Then `AttendedHeads`' q, k, v and o, for the backward pass in the place of these; else each [0].
 @custom_op("zeco::attend", mutates_args=())
 def _attend(
     q: Tensor,

@@ -10,9 +10,6 @@ Memory: queries, keys, values and outputs of the whole sequence, of H / P heads:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from zeco_train.collectives.wire import Transfer
@@ -86,49 +83,48 @@ class Ulysses(PipelinedAttention):
         return grad.to(accumulation_dtype(grad.dtype)).unflatten(2, (like.shape[2], -1)).sum(3)
 
     def _by_heads(self, x: Tensor, spans: list[Span], what: str) -> _Shuffled:
-        # Start [B, own tokens, H, D] → [B, all tokens, own heads, D].
+        # Start [B, own tokens, H, D] → [B, all tokens, own heads, D]; the tokens of each rank arrive in their place.
         size, lengths = self.wire.size, [span.stop - span.start for span in spans]
-        batch, tokens, heads, width = x.shape
-        per_token = batch * heads // size * width
-        parts = x.unflatten(2, (size, -1)).movedim(2, 0).reshape(-1)
-        into = x.new_empty(sum(lengths) * per_token)
-        counts = [length * per_token for length in lengths]
-        transfer = self.wire.all_to_all(into, parts, what, counts, [tokens * per_token] * size)
-
-        def unpacked(into: Tensor) -> Tensor:
-            if batch == 1:
-                # The ranks' tokens lie one after another already.
-                return into.view(1, sum(lengths), heads // size, width)
-            blocks, shapes = into.split(counts), [(batch, length, heads // size, width) for length in lengths]
-            return torch.cat([block.view(shape) for block, shape in zip(blocks, shapes, strict=True)], 1)
-
-        return _Shuffled(transfer, into, unpacked)
+        into = x.new_empty(x.shape[0], sum(lengths), x.shape[2] // size, x.shape[3])
+        parts = [row.unflatten(1, (size, -1)).movedim(1, 0) for row in x]
+        return self._start(parts, into, what, lengths, [x.shape[1]] * size)
 
     def _by_tokens(self, x: Tensor, spans: list[Span], what: str) -> _Shuffled:
         # Start [B, all tokens, own heads, D] → [B, own tokens, H, D].
         size, lengths = self.wire.size, [span.stop - span.start for span in spans]
-        batch, _, heads, width = x.shape
-        per_token, own = batch * heads * width, lengths[self.wire.rank]
-        parts = x.reshape(-1) if batch == 1 else torch.cat([part.reshape(-1) for part in x.split(lengths, 1)])
-        into = x.new_empty(size * own * per_token)
-        sent = [length * per_token for length in lengths]
-        transfer = self.wire.all_to_all(into, parts, what, [own * per_token] * size, sent)
-        return _Shuffled(
-            transfer, into, lambda into: into.view(size, batch, own, heads, width).movedim(0, 2).flatten(2, 3)
-        )
+        own = lengths[self.wire.rank]
+        into = x.new_empty(x.shape[0], size, own, *x.shape[2:])
+        return self._start([*x], into, what, [own] * size, lengths)
+
+    def _start(self, parts: list[Tensor], into: Tensor, what: str, received: list[int], sent: list[int]) -> _Shuffled:
+        # A message for each sequence of the batch, of so many tokens from and to each rank, so that none is copied
+        # before one and after one, but while others travel.
+        per_token = into.shape[-2:].numel()
+        counts = [[tokens * per_token for tokens in way] for way in (received, sent)]
+        transfers = [
+            self.wire.all_to_all(row.view(-1), part.reshape(-1), what, *counts)
+            for row, part in zip(into, parts, strict=True)
+        ]
+        return _Shuffled(transfers, into)
 
 
 class _Shuffled:
-    # A tensor under way; `unpacked` makes it of what has arrived.
-    def __init__(self, transfer: Transfer, into: Tensor, unpacked: Callable[[Tensor], Tensor]) -> None:
-        self._under_way, self._unpacked = (transfer, into), unpacked
+    # A tensor under way: by heads [B, all tokens, own heads, D], or by tokens [B, P, own tokens, H / P, D].
+    def __init__(self, transfers: list[Transfer], into: Tensor) -> None:
+        self._under_way = transfers, into
 
     def wait(self) -> Tensor:
-        # Once: the message is freed.
-        transfer, into = self._under_way
-        transfer.wait()
-        del self._under_way, transfer
-        return self._unpacked(into)
+        # Once: the messages are freed.
+        transfers, into = self._under_way
+        del self._under_way
+        found = into if into.dim() == 4 else None
+        for row, message in enumerate(into):
+            transfers.pop(0).wait()
+            if into.dim() == 5:
+                found = into.new_empty(into.movedim(1, 2).shape) if found is None else found
+                found[row] = message.movedim(0, 1)
+        assert found is not None, "a batch has a sequence"
+        return found if into.dim() == 4 else found.flatten(2, 3)
 
 
 def _repeats(key_heads: int, ranks: int) -> int:
