@@ -131,7 +131,7 @@ class Whole:
         return dict(zip(NAMES, (o.detach(), *grads), strict=True))
 
     def of_rank(self, method: Any, rank: int) -> dict[str, Tensor]:
-        """By a method, through the op, checked against a replay, which gives the same bits; and shapes for a compiler."""
+        """By a method, through the op, checked against a replay, of the same bits, and against a compiler's shapes."""
         start, stop = self.shards[rank]
         exchange = local_exchange().replaced(attention=method)
         position = self.position(exchange, rank)

@@ -54,11 +54,9 @@ def attend_at(
     if any(state_input.want_carry for state_input in state_inputs):
         raise ValueError("softmax attention carries caches out only if they are carried in")
     replayed = [state_input.incoming_state for state_input in state_inputs]
-    where = position.handle, list(position.bounds), position.rank, position.borders
     method = None if position.exchange is None else position.exchange.attention
-    o, lse, *_ = torch.ops.zeco.attend(
-        q, k, v, *replayed, scale, 1 if method is None else method.heads_over, *where, window
-    )
+    where = 1 if method is None else method.heads_over, position.handle, list(position.bounds), position.rank
+    o, lse, *_ = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, position.borders, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(StateOutput(tensor, lse.new_empty(0)) for tensor in kept)
 
@@ -112,8 +110,8 @@ def _method(handle: Tensor | None) -> AttentionMethod:
     return method
 
 
-# o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64), or by heads, see `AttentionMethod`; `known_o` and
-# `known_lse` if given. Then `AttendedHeads`' q, k, v and o, for the backward pass in the place of these; else each [0].
+# o, and the log-sum-exp of its scores, fp32 (fp64 for fp64), of the tokens or of heads (`AttentionMethod.heads_over`);
+# `known_o` and `known_lse` if given. Then q, k, v and o of `AttendedHeads`, for the backward pass; else each [0].
 @custom_op("zeco::attend", mutates_args=())
 def _attend(
     q: Tensor,
@@ -141,27 +139,14 @@ def _attend(
 
 
 @_attend.register_fake
-def _attend_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    known_o: Tensor | None,
-    known_lse: Tensor | None,
-    scale: float,
-    heads_over: int,
-    handle: Tensor,
-    bounds: list[int],
-    *settings: Any,
-) -> tuple[Tensor, ...]:
-    B, T, H, _ = q.shape
-    tokens = T if heads_over == 1 else bounds[-1] - bounds[0]
-    o, lse = (
-        q.new_empty(B, T, H, v.shape[3]),
-        q.new_empty(B, H // heads_over, tokens, dtype=accumulation_dtype(q.dtype)),
-    )
-    if heads_over == 1 or k.shape[2] % heads_over or known_o is not None:
+def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, known_o: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+    (B, T, H, _), (_, _, over, _, bounds, *_) = q.shape, settings
+    tokens = T if over == 1 else bounds[-1] - bounds[0]
+    o = q.new_empty(B, T, H, v.shape[3])
+    lse = q.new_empty(B, H // over, tokens, dtype=accumulation_dtype(q.dtype))
+    if over == 1 or k.shape[2] % over or known_o is not None:
         return o, lse, *(q.new_empty(0) for _ in range(4))
-    return o, lse, *(q.new_empty(B, tokens, x.shape[2] // heads_over, x.shape[3]) for x in (q, k, v, o))
+    return o, lse, *(q.new_empty(B, tokens, x.shape[2] // over, x.shape[3]) for x in (q, k, v, o))
 
 
 @custom_op("zeco::attend_backward", mutates_args=())

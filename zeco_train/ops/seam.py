@@ -145,7 +145,8 @@ class AttentionMethod(Protocol):
 
     @property
     def heads_over(self) -> int:
-        """P ranks that each compute some heads of all tokens, or 1: the log-sum-exp is then [B, H / P, all tokens]."""
+        """P if each rank computes some heads of all tokens: log-sum-exps are [B, H / P, all tokens] then; else 1."""
+        return 1
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
@@ -153,7 +154,7 @@ class AttentionMethod(Protocol):
         """Attention of this rank's queries [B, T, H, D], at `span`, a collective.
 
         k [B, T, G, D] and v [B, T, G, V] are of its tokens. Of the whole sequence rank r has the tokens [bounds[r],
-        bounds[r + 1]). What it returns are `AttendedHeads` where `heads_over` is not 1 and divides G.
+        bounds[r + 1]). The result are `AttendedHeads` if `heads_over` is not 1 and divides G.
         """
 
     def backward(

@@ -60,10 +60,8 @@ def method_costs(case: PlannedCase, attention: AttentionSpec) -> MethodCosts:
     if case.sp_size == 1:
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
     of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
-    load = AttentionLoad(
-        *(*attention[:3], *of_sequence, case.compute_bytes, case.wide_bytes, case.topology.nodes),
-        replayed=case.config.train.recompute is Recompute.full,
-    )
+    sizes = case.compute_bytes, case.wide_bytes, case.topology.nodes
+    load = AttentionLoad(*attention[:3], *of_sequence, *sizes, replayed=case.config.train.recompute is Recompute.full)
     costs = method_of(case).costs(load)
     of_batch = "forward", "backward", "held", "kept"
     return costs._replace(**{name: case.batch * getattr(costs, name) for name in of_batch})

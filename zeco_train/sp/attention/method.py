@@ -24,10 +24,6 @@ class ShardedAttention(AttentionMethod):
     num_nodes = 1  # over which these ranks are spread
     deterministic = False  # add up gradients in one order on this rank, see `attend_backward`
 
-    @property
-    def heads_over(self) -> int:
-        return 1
-
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         wire.run_wait = run_wait
