@@ -10,6 +10,7 @@ Memory: queries, keys, values and outputs of the whole sequence, of H / P heads:
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from zeco_train.collectives.wire import Transfer
@@ -102,7 +103,7 @@ class Ulysses(PipelinedAttention):
         per_token = into.shape[-2:].numel()
         counts = [[tokens * per_token for tokens in way] for way in (received, sent)]
         transfers = [
-            self.wire.all_to_all(row.view(-1), part.reshape(-1), what, *counts)
+            self.wire.all_to_all(row.view(-1), _wide(part).reshape(-1).view(part.dtype), what, *counts)
             for row, part in zip(into, parts, strict=True)
         ]
         return _Shuffled(transfers, into)
@@ -122,9 +123,18 @@ class _Shuffled:
             transfers.pop(0).wait()
             if into.dim() == 5:
                 found = into.new_empty(into.movedim(1, 2).shape) if found is None else found
-                found[row] = message.movedim(0, 1)
+                _wide(found[row]).copy_(_wide(message.movedim(0, 1)))
         assert found is not None, "a batch has a sequence"
         return found if into.dim() == 4 else found.flatten(2, 3)
+
+
+def _wide(x: Tensor) -> Tensor:
+    # A view as elements of 16 bytes, since torch's strided copies move one element after another; x itself if its
+    # heads are of other sizes, or lie otherwise.
+    step = 16 // x.itemsize
+    if x.stride(-1) != 1 or any(size % step for size in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])):
+        return x
+    return x.view(torch.complex128)
 
 
 def _repeats(key_heads: int, ranks: int) -> int:
