@@ -99,7 +99,8 @@ class Ranks:
         )
         method = choose_method(AttentionChoice["auto"], load)
         if method.name not in self._methods:
-            (group,) = twin_groups(self._group, self._timeout, ["softmax attention"])
+            urgent = self._device.type == "cuda"
+            (group,) = twin_groups(self._group, self._timeout, ["softmax attention"], urgent=urgent)
             attention = build_attention(method, group, self._timeout, self._device)
             self._methods[method.name] = self._exchange.replaced(attention=attention)
         return self._methods[method.name]
