@@ -200,8 +200,7 @@ def _group(
     members: list[list[int]], timeout: timedelta, name: str, urgent: torch.device | None = None
 ) -> dist.ProcessGroup:
     # Create the groups of these ranks, of which every rank of the world is in one; returns this rank's. Collective.
-    # Flight recorders show `name`; of an `urgent` device, NCCL uses high-priority streams. A fake process group
-    # (`plan … dry_run=true`) has none.
+    # Flight recorders show `name`; on an `urgent` GPU, NCCL has high-priority streams, a fake group (dry runs) none.
     has_streams = urgent is not None and urgent.type == "cuda" and dist.get_backend() != "fake"
     options = _urgent(timeout) if has_streams else None
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options, group_desc=name)
@@ -216,13 +215,11 @@ def _urgent(timeout: timedelta) -> Any:
     return options
 
 
-def twin_groups(
-    group: dist.ProcessGroup, timeout: timedelta, names: Sequence[str], *, urgent: bool = False
-) -> list[dist.ProcessGroup]:
+def twin_groups(group: dist.ProcessGroup, timeout: timedelta, names: Sequence[str]) -> list[dist.ProcessGroup]:
     """More groups of the ranks of `group`, by its backend, one for each name. Collective over these ranks only."""
     settings: dict[str, Any] = {"timeout": timeout, "use_local_synchronization": True}
     settings["backend"] = str(dist.get_backend_config(group))
-    options, members = _urgent(timeout) if urgent else None, dist.get_process_group_ranks(group)
+    options, members = _urgent(timeout) if "nccl" in settings["backend"] else None, dist.get_process_group_ranks(group)
     return [dist.new_group(members, pg_options=options, group_desc=name, **settings) for name in names]
 
 
