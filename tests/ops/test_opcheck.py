@@ -50,7 +50,7 @@ def test_softmax_attention_keeps_its_promises() -> None:
     borders = [torch.tensor(row) for row in ([0, 13], [0, 2, 3, 6, 13], [0, 1, 13])]
     place = SequencePosition((0, 13), documents=borders, exchange=local_exchange())
     leaves = [torch.randn(3, 13, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (6, 3, 3)]
-    arguments = *leaves, None, None, 0.5, place.handle, list(place.bounds), 0
+    arguments = *leaves, None, None, 0.5, 1, place.handle, list(place.bounds), 0
     opcheck(torch.ops.zeco.attend.default, (*arguments, stack_borders(borders), 3), test_utils=PROMISES)
     with pytest.raises(ValueError, match=r"^borders: documents of 2 sequences, for a batch of 3$"):
         torch.ops.zeco.attend(*arguments, stack_borders(borders[:2]), None)

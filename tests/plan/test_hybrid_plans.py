@@ -15,7 +15,7 @@ from tests.support.distributed import run_distributed
 from tests.support.planning import EAGER, GLA_1B, command, counted, make, make_case
 from zeco_train.collectives.wire import Wire
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.softmax.span import Span
+from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.plan.advice import legal_segments
 from zeco_train.plan.attention_costs import attention_blocks, attention_seconds, plan_exchanges, problem_of
 from zeco_train.plan.memory import plan_memory
@@ -30,8 +30,8 @@ HYBRID = [*GLA_1B, "model.attn.every=4", EAGER]
 TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 12, 4, 2, 6
 
 
-def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
-    """Bytes that this rank sends to others, forward and backward, by method and window."""
+def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
+    """Bytes that this rank sends to others, forward, backward, and backward in a replay, by method and window."""
     group, sent, found = dist.group.WORLD, Counter[str](), {}
     assert group is not None
     way = "forward"
@@ -57,10 +57,14 @@ def _sent(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, tuple[int
                 span = Span(rank * TOKENS, (rank + 1) * TOKENS, None, window)
                 q, k, v = tensor(HEADS), tensor(KEY_HEADS), tensor(KEY_HEADS)
                 way = "forward"
-                attended = method.forward(q, k, v, span, bounds, 1.0)
+                o, lse, *kept = method.forward(q, k, v, span, bounds, 1.0)
                 way = "backward"
-                method.backward(tensor(HEADS), q, k, v, attended, span, bounds, 1.0)
-                found[f"{name} {window}"] = sent["forward"], sent["backward"]
+                q_kept, k_kept, v_kept, o_kept = kept or (q, k, v, o)
+                do = tensor(HEADS)
+                method.backward(do, q_kept, k_kept, v_kept, Attended(o_kept, lse), span, bounds, 1.0)
+                way = "replayed"
+                method.backward(do, q, k, v, Attended(o, lse), span, bounds, 1.0)
+                found[f"{name} {window}"] = sent["forward"], sent["backward"], sent["replayed"]
     return found
 
 
@@ -72,9 +76,10 @@ def test_bytes_of_each_method_are_those_of_the_rank_that_sends_most(ranks: int, 
     for name, spec in METHODS.items():
         for window in (None, 5, 30):
             shape = HEADS, KEY_HEADS, HEAD_DIM, TOKENS, ranks, window
-            costs = spec.costs(AttentionLoad(*shape, dtype.itemsize, accumulation_dtype(dtype).itemsize))
-            most = tuple(max(sent[f"{name} {window}"][way] for sent in of_ranks) for way in (0, 1))
-            assert (costs.forward, costs.backward) == pytest.approx(most, rel=1e-12), (name, window)
+            load = AttentionLoad(*shape, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+            costs = (*spec.costs(load)[:2], spec.costs(load._replace(replayed=True)).backward)
+            most = tuple(max(sent[f"{name} {window}"][way] for sent in of_ranks) for way in range(3))
+            assert costs == pytest.approx(most, rel=1e-12), (name, window)
 
 
 @pytest.mark.slow

@@ -131,18 +131,25 @@ class Whole:
         return dict(zip(NAMES, (o.detach(), *grads), strict=True))
 
     def of_rank(self, method: Any, rank: int) -> dict[str, Tensor]:
-        """By a method, through the op, checked against a replay, which gives the same bits."""
+        """By a method, through the op, checked against a replay, of the same bits, and against a compiler's shapes."""
         start, stop = self.shards[rank]
         exchange = local_exchange().replaced(attention=method)
         position = self.position(exchange, rank)
-        state_inputs = StateInput(), StateInput()
+        received: list[Tensor | None] = [None, None]
         found: list[dict[str, Tensor]] = []
         for _ in ("first", "replay"):
-            leaves = [self.inputs[name][:, start:stop].clone().requires_grad_() for name in ("q", "k", "v")]
-            o, state_outputs = attend_at(*leaves, SCALE, position, state_inputs, self.case.window)
-            grads = torch.autograd.grad(o, leaves, self.inputs["do"][:, start:stop])
-            found.append(dict(zip(NAMES, (o.detach(), *grads), strict=True)))
-            state_inputs = tuple(StateInput(state_output.received) for state_output in state_outputs)
+            results: list[list[Tensor]] = []
+            for device in ("meta", "cpu"):
+                own = (self.inputs[name][:, start:stop].to(device, copy=True) for name in ("q", "k", "v", "do"))
+                *leaves, do = (x.requires_grad_() for x in own)
+                given = [StateInput(x if x is None else x.to(device)) for x in received]
+                o, state_outputs = attend_at(*leaves, SCALE, position, given, self.case.window)
+                grads = torch.autograd.grad(o, leaves, do.detach())
+                results.append([o.detach(), *grads, *(state_output.received for state_output in state_outputs)])
+            shapes, whole = results
+            assert [x.shape for x in shapes] == [x.shape for x in whole]
+            found.append(dict(zip(NAMES, whole[:4], strict=True)))
+            received[:] = whole[4:]
         for name in NAMES:
             assert torch.equal(found[0][name], found[1][name]), f"{name} of a replay"
         return found[0]

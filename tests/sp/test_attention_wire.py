@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # else imported by the first operation in `Living`, with exceptions that keep its tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -101,8 +102,8 @@ def test_peak_of_a_backward_pass_is_what_the_planner_counts(
     """Between what a method holds, and that with the gradients of the layer's own tokens, which the layer lists."""
     monkeypatch.setattr(MODULES[name], "attend_backward", _gradients)
     wide = accumulation_dtype(dtype)
-    for heads, key_heads in ((4, 4), (8, 4)):
-        load = AttentionLoad(heads, key_heads, HEAD_DIM, TOKENS, ranks, window, dtype.itemsize, wide.itemsize)
+    for heads, replayed in ((4, True), (8, True), (8, False)):
+        load = AttentionLoad(heads, 4, HEAD_DIM, TOKENS, ranks, window, dtype.itemsize, wide.itemsize, 1, replayed)
         held, listed = METHODS[name].costs(load).held, wide.itemsize * (load.queries + TOKENS * load.keys_per_token)
         peak = max(_peak(name, rank, load, dtype) for rank in range(ranks))
         # Beside them: log-sum-exps, and gradients of the few keys that the first half of a pair reads.
@@ -111,9 +112,13 @@ def test_peak_of_a_backward_pass_is_what_the_planner_counts(
 
 def _peak(name: str, rank: int, load: AttentionLoad, dtype: torch.dtype) -> int:
     method = METHODS[name].build(SilentWire(rank, load.ranks))  # type: ignore[arg-type]
-    do, q, o = (torch.zeros(1, TOKENS, load.heads, HEAD_DIM, dtype=dtype) for _ in range(3))
-    k, v = (torch.zeros(1, TOKENS, load.key_heads, HEAD_DIM, dtype=dtype) for _ in range(2))
-    attended = Attended(o, torch.zeros(1, load.heads, TOKENS, dtype=accumulation_dtype(dtype)))
+    do = torch.zeros(1, TOKENS, load.heads, HEAD_DIM, dtype=dtype)
+    over = 1 if load.replayed else method.heads_over
+    q, k, v, o = (
+        torch.zeros(1, TOKENS * over, heads // over, HEAD_DIM, dtype=dtype)
+        for heads in (load.heads, load.key_heads, load.key_heads, load.heads)
+    )
+    attended = Attended(o, torch.zeros(1, load.heads // over, TOKENS * over, dtype=accumulation_dtype(dtype)))
     span = Span(rank * TOKENS, (rank + 1) * TOKENS, None, load.window)
     with Living() as found:
         method.backward(do, q, k, v, attended, span, range(0, load.ranks * TOKENS + 1, TOKENS), 1.0)

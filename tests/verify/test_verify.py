@@ -26,7 +26,7 @@ from zeco_train.ops import oracle
 from zeco_train.ops.operator import Target
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.ops.slow_paths import find_slow_paths
-from zeco_train.ops.softmax.span import Attended, Span
+from zeco_train.ops.softmax.span import Attended, AttendedHeads, Span
 from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.files import jsonable
@@ -166,8 +166,9 @@ class BrokenMethod:
 
     def __init__(self, method: Any, rank: int, fault: str) -> None:
         self._method, self._rank, self._fault = method, rank, fault
+        self.heads_over = method.heads_over
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, *rest: Any) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, *rest: Any) -> Attended | AttendedHeads:
         if self._fault == "window ignored":
             span = replace(span, window=None)
         found = self._method.forward(q, k, v, span, *rest)

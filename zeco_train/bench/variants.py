@@ -181,6 +181,7 @@ class LocalCopyScan:
 class _GatheredAttention:
     # An `AttentionMethod` that all-gathers keys and values, and sums their gradients over ranks with equally many
     # tokens.
+    heads_over = 1
 
     def __init__(self, num_calls: int) -> None:
         self._num_calls = num_calls

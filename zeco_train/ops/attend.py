@@ -54,8 +54,9 @@ def attend_at(
     if any(state_input.want_carry for state_input in state_inputs):
         raise ValueError("softmax attention carries caches out only if they are carried in")
     replayed = [state_input.incoming_state for state_input in state_inputs]
-    where = position.handle, list(position.bounds), position.rank, position.borders
-    o, lse = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, window)
+    method = None if position.exchange is None else position.exchange.attention
+    where = 1 if method is None else method.heads_over, position.handle, list(position.bounds), position.rank
+    o, lse, *_ = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, position.borders, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(StateOutput(tensor, lse.new_empty(0)) for tensor in kept)
 
@@ -109,7 +110,8 @@ def _method(handle: Tensor | None) -> AttentionMethod:
     return method
 
 
-# o, and the log-sum-exp of its scores, [B, H, T] fp32 (fp64 for fp64); `known_o` and `known_lse` if given.
+# o, and the log-sum-exp of its scores, fp32 (fp64 for fp64), of the tokens or of heads (`AttentionMethod.heads_over`);
+# `known_o` and `known_lse` if given. Then q, k, v and o of `AttendedHeads`, for the backward pass; else each [0].
 @custom_op("zeco::attend", mutates_args=())
 def _attend(
     q: Tensor,
@@ -118,24 +120,33 @@ def _attend(
     known_o: Tensor | None,
     known_lse: Tensor | None,
     scale: float,
+    heads_over: int,
     handle: Tensor,
     bounds: list[int],
     rank: int,
     borders: Tensor | None,
     window: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if known_o is not None and known_lse is not None:
         # The outputs of a custom op must not alias its inputs.
-        return known_o.clone(), known_lse.clone()
-    method, spans = _method(handle), _spans(bounds[rank], q, borders, window)
-    o, lse = _by_rows(lambda span, q, k, v: method.forward(q, k, v, span, bounds, scale), spans, q, k, v)
-    return o.contiguous(), lse.contiguous()
+        found: Sequence[Tensor] = known_o.clone(), known_lse.clone()
+    else:
+        method, spans = _method(handle), _spans(bounds[rank], q, borders, window)
+        found = _by_rows(lambda span, q, k, v: method.forward(q, k, v, span, bounds, scale), spans, q, k, v)
+    o, lse, *kept = (x.contiguous() for x in found)
+    q, k, v, of_heads = kept or (o.new_empty(0) for _ in range(4))
+    return o, lse, q, k, v, of_heads
 
 
 @_attend.register_fake
-def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q.shape
-    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, H, T, dtype=accumulation_dtype(q.dtype))
+def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, known_o: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+    (B, T, H, _), (_, _, over, _, bounds, *_) = q.shape, settings
+    tokens = T if over == 1 else bounds[-1] - bounds[0]
+    o = q.new_empty(B, T, H, v.shape[3])
+    lse = q.new_empty(B, H // over, tokens, dtype=accumulation_dtype(q.dtype))
+    if over == 1 or k.shape[2] % over or known_o is not None:
+        return o, lse, *(q.new_empty(0) for _ in range(4))
+    return o, lse, *(q.new_empty(B, tokens, x.shape[2] // over, x.shape[3]) for x in (q, k, v, o))
 
 
 @custom_op("zeco::attend_backward", mutates_args=())
@@ -153,7 +164,7 @@ def _attend_backward(
     borders: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    method, spans = _method(handle), _spans(bounds[rank], q, borders, window)
+    method, spans = _method(handle), _spans(bounds[rank], do, borders, window)
 
     def of_rows(span: Span, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *attended: Tensor) -> Sequence[Tensor]:
         return method.backward(do, q, k, v, Attended(*attended), span, bounds, scale)
@@ -165,20 +176,22 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _attend_backward_shapes(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    (B, T, H, _), part = do.shape, q.shape[2]
+    return tuple(x.new_empty(B, T, H // part * x.shape[2], x.shape[3]) for x in (q, k, v))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, _, _, scale, handle, bounds, rank, borders, window = inputs
-    ctx.save_for_backward(q, k, v, *output, handle, borders)
-    ctx.mark_non_differentiable(output[1])
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, _, _, scale, _, handle, bounds, rank, borders, window = inputs
+    o, lse, *kept = output
+    ctx.save_for_backward(*(kept if kept[0].dim() > 1 else (q, k, v, o)), lse, handle, borders)
+    ctx.mark_non_differentiable(lse, *kept)
     ctx.scale, ctx.bounds, ctx.rank, ctx.window = scale, bounds, rank, window
 
 
-def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, handle, borders = ctx.saved_tensors
     grads = _attend_backward(do.contiguous(), *tensors, ctx.scale, handle, ctx.bounds, ctx.rank, borders, ctx.window)
-    return *grads, *(None,) * 8
+    return *grads, *(None,) * 9
 
 
 _attend.register_autograd(_backward, setup_context=_keep)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from zeco_train.ops.softmax.span import Attended, Span
+from zeco_train.ops.softmax.span import Attended, AttendedHeads, Span
 
 
 def is_matrix(transition: Tensor) -> bool:
@@ -143,11 +143,18 @@ class StateScan(Protocol):
 class AttentionMethod(Protocol):
     """Softmax attention over the ranks of one sequence-parallel group, each of which has consecutive tokens."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float) -> Attended:
+    @property
+    def heads_over(self) -> int:
+        """P if each rank computes some heads of all tokens: log-sum-exps are [B, H / P, all tokens] then; else 1."""
+        return 1
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Sequence[int], scale: float
+    ) -> Attended | AttendedHeads:
         """Attention of this rank's queries [B, T, H, D], at `span`, a collective.
 
         k [B, T, G, D] and v [B, T, G, V] are of its tokens. Of the whole sequence rank r has the tokens [bounds[r],
-        bounds[r + 1]).
+        bounds[r + 1]). The result are `AttendedHeads` if `heads_over` is not 1 and divides G.
         """
 
     def backward(
@@ -161,7 +168,10 @@ class AttentionMethod(Protocol):
         bounds: Sequence[int],
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, in any dtype, a collective."""
+        """The gradients of q, k and v, in any dtype, a collective.
+
+        q, k, v and o are those of the tokens, or of `AttendedHeads`.
+        """
 
     def gather(self, tensors: Sequence[Tensor], bounds: Sequence[int]) -> list[Tensor]:
         """Tensors of one dtype of this rank's tokens, [B, T, ...] → of all ranks', [B, tokens of the segment, ...].

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from models.spec import AttentionSpec, BlockSpec
+from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.softmax.attention import kernel_name
 from zeco_train.plan import calibration as known
 from zeco_train.plan.case import PlannedCase
@@ -59,9 +60,11 @@ def method_costs(case: PlannedCase, attention: AttentionSpec) -> MethodCosts:
     if case.sp_size == 1:
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
     of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
-    load = AttentionLoad(*attention[:3], *of_sequence, case.compute_bytes, case.wide_bytes, case.topology.nodes)
+    sizes = case.compute_bytes, case.wide_bytes, case.topology.nodes
+    load = AttentionLoad(*attention[:3], *of_sequence, *sizes, replayed=case.config.train.recompute is Recompute.full)
     costs = method_of(case).costs(load)
-    return costs._replace(**{name: case.batch * getattr(costs, name) for name in ("forward", "backward", "held")})
+    of_batch = "forward", "backward", "held", "kept"
+    return costs._replace(**{name: case.batch * getattr(costs, name) for name in of_batch})
 
 
 def plan_exchanges(case: PlannedCase) -> Exchanges:

@@ -157,7 +157,9 @@ def optimizer_bytes(case: PlannedCase) -> float:
 
 def kept_bytes(case: PlannedCase, mixers: Iterable[str]) -> float:
     """Bytes that blocks of these kinds keep for their backward pass."""
-    return sum(case.measured(name).kept.at(case.tokens) for name in mixers)
+    layers = {name: block.attention for name, block in case.spec.blocks.items()}
+    more = {name: method_costs(case, layer).kept for name, layer in layers.items() if layer is not None}
+    return sum(case.measured(name).kept.at(case.tokens) + more.get(name, 0.0) for name in mixers)
 
 
 def _passing_back(case: PlannedCase, name: str) -> float:

@@ -115,3 +115,14 @@ class Attended(NamedTuple):
         weights = ((x.lse - lse).exp().mT.unsqueeze(-1) for x in (a, b))
         o, more = (x.o.to(lse.dtype) * weight for x, weight in zip((a, b), weights, strict=True))
         return cls(o + more, lse)
+
+
+class AttendedHeads(NamedTuple):
+    """Attention of a rank's tokens, of which it has computed H / P heads of all ranks' tokens, M in all."""
+
+    o: Tensor  # [B, T, H, V], of the rank's tokens
+    lse: Tensor  # [B, H / P, M], of its heads, as the tensors below
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o_of_heads: Tensor

@@ -84,6 +84,7 @@ class AttentionLoad(NamedTuple):
     itemsize: int  # bytes per element of operands
     wide: int  # bytes per element of sums and gradients
     nodes: int = 1  # over which the ranks are spread
+    replayed: bool = False  # the backward pass has but what the layer itself keeps
 
     @property
     def queries(self) -> int:
@@ -105,6 +106,7 @@ class MethodCosts(NamedTuple):
     held: float  # bytes at the peak of the backward pass beside the tensors that the layer lists itself
     slowest: float = 1.0  # work of the rank with the most, relative to the mean
     hidden: float = 0.0  # part of the messages that travels while attention is computed, if that takes as long
+    kept: float = 0.0  # bytes for the backward pass, beside those of the layer
 
     @property
     def sent(self) -> float:
@@ -126,6 +128,8 @@ class MethodSpec:
 
 class LocalAttention:
     """An `AttentionMethod` over one rank; `deterministic` as of `ShardedAttention`."""
+
+    heads_over = 1
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic

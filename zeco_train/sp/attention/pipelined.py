@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.wire import Wire
-from zeco_train.ops.softmax.span import Attended, Span
+from zeco_train.ops.softmax.span import Attended, AttendedHeads, Span
 from zeco_train.sp.attention.method import ShardedAttention
 from zeco_train.sp.attention.routes import Bounds
 
@@ -43,7 +43,7 @@ class PipelinedAttention(ShardedAttention):
     @abstractmethod
     def forward_steps(
         self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
-    ) -> Steps[Attended]:
+    ) -> Steps[Attended | AttendedHeads]:
         """`forward` of some heads."""
 
     @abstractmethod
@@ -52,16 +52,18 @@ class PipelinedAttention(ShardedAttention):
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """`backward` of some heads."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float) -> Attended:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
+    ) -> Attended | AttendedHeads:
         parts = zip(*(self._in_parts(x, k.shape[2], bounds) for x in (q, k, v)), strict=True)
         found = _in_turns([self.forward_steps(qp, kp, vp, span, bounds, scale) for qp, kp, vp in parts])
-        return Attended(_joined([part.o for part in found], 2), _joined([part.lse for part in found], 1))
+        return type(found[0])(*(_joined(part, 2 if part[0].dim() == 4 else 1) for part in zip(*found, strict=True)))
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        lse = attended.lse.transpose(1, 2)
-        cut = (self._in_parts(x, k.shape[2], bounds) for x in (do, q, k, v, attended.o, lse))
+        lse, key_heads = attended.lse.transpose(1, 2), do.shape[2] // q.shape[2] * k.shape[2]
+        cut = (self._in_parts(x, key_heads, bounds) for x in (do, q, k, v, attended.o, lse))
         steps = [
             self.backward_steps(dop, qp, kp, vp, Attended(op, lsep.transpose(1, 2)), span, bounds, scale)
             for dop, qp, kp, vp, op, lsep in zip(*cut, strict=True)
