@@ -6,9 +6,8 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
-passed between segments or ranks are fp32. Saved for the backward pass are b, the sums of g inside chunks, in place of
-g; in the dtype of the inputs the decayed q and k, and the scores, 64 numbers per token and head; and the true states
-that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
+passed between segments or ranks are fp32. Saved for the backward pass are in the dtype of the inputs the decayed q and
+k, and the scores, 64 numbers per token and head; and the true states that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums.
 """
@@ -184,7 +183,7 @@ class WalkOperands(NamedTuple):
     queries: Tensor  # [B, T, H, K] in the dtype of the inputs
     keys: Tensor  # [B, T, H, K]
     factors: Tensor  # [N, B, H, 4, K] fp32
-    plain: Tensor  # [N, B, H] int32
+    kinds: Tensor  # [N, B, H] int32
 
 
 class GlaKernels(SegmentKernels):
@@ -214,15 +213,16 @@ class GlaKernels(SegmentKernels):
             self._new(*chunks, 4, self.K), self._new(*chunks, dtype=torch.int32),
         )  # fmt: skip
 
-    def operands(self, q: Tensor, k: Tensor, g: Tensor, b: Tensor) -> WalkOperands:
-        """Of the walks; `b` is written, the cumulative sums of g inside chunks."""
+    def operands(self, q: Tensor, k: Tensor, g: Tensor) -> tuple[WalkOperands, tuple[Tensor, Tensor]]:
+        """Of the walks, and what `scores` takes beside them: sums of g of some chunks, and tokens' own scores."""
         found, options = self.operands_like(k), self.tuning.operands
+        b, own_scores = torch.empty_like(g), self._new(*self.scores_shape[:-1])
         BK, _ = options.tile(self.K, self.V)
         operands_kernel[(self.num_chunks, self.BH)](
-            q, k, g, self.doc_ids, b, *found, self.scale, self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK,
+            q, k, g, self.doc_ids, b, *found, own_scores, self.scale, self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK,
             **self._documents, **options.launch,
         )  # fmt: skip
-        return found
+        return found, (b, own_scores)
 
     def segments(self, operands: WalkOperands, y: Tensor, *, reverse: bool) -> Segments:
         """Walk each segment from zero, then join the segments: of k* and v, or in reverse of q* and do."""
@@ -232,13 +232,23 @@ class GlaKernels(SegmentKernels):
         return segments
 
     def outputs(
-        self, operands: WalkOperands, y: Tensor, scores: Tensor, segments: Segments, *, states: Tensor | None = None
+        self,
+        operands: WalkOperands,
+        y: Tensor,
+        scores: Tensor,
+        segments: Segments,
+        incoming: Tensor,
+        name: str,
+        *,
+        states: Tensor | None = None,
     ) -> Tensor:
-        """o, [B, T, H, V], from the true states that segments start from; with `states` dv, and X' of the chunks."""
+        """o, [B, T, H, V], given the rank's incoming state, as of `correct`; with `states` dv, and X' of the chunks."""
+        check_state(incoming, name, segments.state.shape)
         o = torch.empty_like(y)
         self._walk(
-            operands, y, segments, self.tuning.walk, scores=scores, o=o, states=states, reverse=states is not None
-        )
+            operands, y, segments, self.tuning.walk, segments.start_decays, incoming.contiguous(), scores=scores, o=o,
+            states=states, reverse=states is not None,
+        )  # fmt: skip
         return o
 
     def states(self, operands: WalkOperands, v: Tensor, segments: Segments) -> Tensor:
@@ -257,7 +267,8 @@ class GlaKernels(SegmentKernels):
         y: Tensor,
         segments: Segments,
         options: TileOptions,
-        segment_decays: Tensor | None = None,
+        decays: Tensor | None = None,
+        incoming: Tensor | None = None,
         *,
         reverse: bool,
         scores: Tensor | None = None,
@@ -267,21 +278,22 @@ class GlaKernels(SegmentKernels):
         BK, BV = options.tile(self.K, self.V)
         pair = operands.queries, operands.keys
         walk_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
-            *(pair[::-1] if reverse else pair), y, scores, operands.factors, segments.starts, segment_decays, o, states,
+            *(pair[::-1] if reverse else pair), y, scores, operands.factors, segments.starts, decays, incoming, o, states,
             self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, C=CHUNK, BK=BK, BV=BV,
-            REVERSE=reverse, SUMS=segment_decays is not None, OUTPUTS=o is not None, STATES=states is not None,
+            REVERSE=reverse, SUMS=o is None and states is None, OUTPUTS=o is not None, STATES=states is not None,
             **self._precision, **options.launch,
         )  # fmt: skip
 
     def _joined(self, BK: int) -> bool:
         return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
 
-    def scores(self, q: Tensor, k: Tensor, b: Tensor, operands: WalkOperands) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, g: Tensor, operands: WalkOperands, b: Tensor, own_scores: Tensor) -> Tensor:
         """[N, B, H, C, C], 0 above the diagonal."""
         scores, options = self._new(*self.scores_shape, dtype=self.dtype), self.tuning.scores
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
+        queries, keys, _, kinds = operands
         scores_kernel[(self.num_chunks, self.BH)](
-            q, k, b, operands.queries, operands.keys, operands.plain, self.doc_ids, scores, self.scale,
+            q, k, g, b, queries, keys, kinds, own_scores, self.doc_ids, scores, self.scale,
             self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK, JOINED=self._joined(BK), **self.flags, **options.launch,
         )  # fmt: skip
         return scores
@@ -291,26 +303,25 @@ class GlaKernels(SegmentKernels):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        b: Tensor,
+        g: Tensor,
         do: Tensor,
         operands: WalkOperands,
         states: Tensor,
         state_grads: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dg."""
-        dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
-        queries, keys, factors, plain = operands
+        dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
         found = states, state_grads, dq, dk, dg, self.scale, self.T, self.H, self.K, self.V, self.BH
         options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            queries, keys, v, b, do, plain, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
+            q, k, v, g, do, operands.kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
             **self._precision, **options.launch,
         )  # fmt: skip
         options = self.tuning.other_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
-            q, k, v, b, do, self.doc_ids, plain, factors, *found, C=CHUNK, BK=BK, BV=BV,
+            q, k, v, g, do, self.doc_ids, operands.kinds, operands.factors, *found, C=CHUNK, BK=BK, BV=BV,
             SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
         )  # fmt: skip
         return dq, dk, dg
@@ -318,29 +329,28 @@ class GlaKernels(SegmentKernels):
 
 class _GlaKernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
-        q, k, v, g = operands
-        self._q, self._k, self._v = (dense(x) for x in (q, k, v))
-        self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
-        self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
-        self._operands = self._launcher.operands(self._q, self._k, dense(g), self._b)
+        q, k, self._v, g = map(dense, operands)
+        self._launcher = GlaKernels(k, self._v, self.doc_ids, self.scale, options_for(k))
+        self._operands, beside = self._launcher.operands(q, k, g)
+        self._for_scores = q, k, g, self._operands, *beside
         self._segments = self._launcher.segments(self._operands, self._v, reverse=False)
         self.state, self.transition = self._segments.state, self._segments.log_decay
 
     def overlap(self) -> None:
-        self._scores = self._launcher.scores(self._q, self._k, self._b, self._operands)
+        self._scores = self._launcher.scores(*self._for_scores)
+        del self._for_scores
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        self._launcher.correct(self._segments, incoming_state, "incoming_state")
-        # Not g too: in fp32 it is as large as bf16 q and k together. True states serve in place of R.
-        self.saved = self._b, *self._operands, self._scores, self._segments.starts
-        return self._launcher.outputs(self._operands, self._v, self._scores, self._segments)
+        # True states serve in place of R.
+        self.saved = *self._operands, self._scores, self._segments.starts
+        taken = self._operands, self._v, self._scores, self._segments
+        return self._launcher.outputs(*taken, incoming_state, "incoming_state")
 
 
 class _GlaKernelBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
-        # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
-        q, k, v, self._b = operands
-        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, self.do))
+        *self._inputs, self._do = map(dense, (*operands, self.do))
+        q, k, v, g = self._inputs
         *found, self._scores, self._starts = self.saved
         self._operands = WalkOperands(*found)
         self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
@@ -348,26 +358,23 @@ class _GlaKernelBackward(BackwardBase):
         self.state_grad = self._segments.state
 
     def overlap(self) -> None:
-        self._states = self._launcher.states(self._operands, self._v, replace(self._segments, starts=self._starts))
+        segments = replace(self._segments, starts=self._starts)
+        self._states = self._launcher.states(self._operands, self._inputs[2], segments)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
         grads = self._launcher.new_states()
-        dv = self._launcher.outputs(self._operands, self._do, self._scores, self._segments, states=grads)
-        inputs = self._q, self._k, self._v, self._b, self._do
-        dq, dk, dg = self._launcher.grads(*inputs, self._operands, self._states, grads)
+        taken = self._operands, self._do, self._scores, self._segments
+        dv = self._launcher.outputs(*taken, incoming_grad, "incoming_grad", states=grads)
+        dq, dk, dg = self._launcher.grads(*self._inputs, self._do, self._operands, self._states, grads)
         return dq, dk, dv, dg
 
 
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    _, k, v, g = operands
+    _, k, v, _ = operands
     # For the shapes only, which do not depend on documents or the scale.
     launcher = GlaKernels(k, v, None, 1.0, options_for(k))
-    b = torch.empty_like(g, memory_format=torch.contiguous_format)
     starts = k.new_empty(launcher.starts_shape, dtype=torch.float32)
-    return b, *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts
+    return *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts
 
 
-CUDA = with_padded_heads(
-    Passes(_GlaKernelForward, _GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False)
-)
+CUDA = with_padded_heads(Passes(_GlaKernelForward, _GlaKernelBackward, _saved_like, needs_incoming=False))
