@@ -226,7 +226,7 @@ def test_kernels_compile_within_shared_memory() -> None:
     """The GPU compiler runs without a GPU and refuses code that the interpreter accepts: narrow tiles of odd sizes."""
     case = KernelCase("gla", 192, (1, 2, 2, 40, 24), 0.2, (0, 70))
     found = run_distributed(compiled, 1, 90, torch.bfloat16, case, fresh=True)[0]
-    assert len(found) == 8
+    assert len(found) == 7
     assert max(found.values()) <= SHARED_MEMORY[90], found
 
 
