@@ -48,6 +48,7 @@ SMALL = {
     "gla, odd sizes": KernelCase("gla", 150, (2, 2, 2, 5, 7), 1.0, changes=FEW),
     "gla, tiles of K and V": KernelCase("gla", 200, (1, 1, 1, 40, 48), changes=FEW),
     "gla, strong decays": KernelCase("gla", 130, rate=50.0),
+    "gla, steep chunks": KernelCase("gla", 200, (1, 1, 1, 16, 16), 60.0, (0, 64, 130), steepest=50.0, changes=FEW),
     "gla, mild chunks and others": KernelCase("gla", 500, (1, 2, 2, 5, 7), 3.3),
     "gla, the strongest reset": KernelCase("gla", 150, reset=-3e38),
     "gla, documents": KernelCase("gla", 300, documents=(0, 70, 128, 129, 200), changes=(("programs", 2),)),
@@ -128,7 +129,14 @@ SMALL = {
 # Three chunks, of which the first two are a segment; both kinds of chunks; borders of documents; groups; batches.
 QUICK = {
     "decays": [
-        *("gla, segments and documents", "scalar, two groups", "fixed", "scalar, by chunks", "fixed, by tiles of keys"),
+        *(
+            "gla, segments and documents",
+            "gla, steep chunks",
+            "scalar, two groups",
+            "fixed",
+            "scalar, by chunks",
+            "fixed, by tiles of keys",
+        ),
     ],
     "delta rules": ["kda, documents", "gated, groups, batches"],
     "elementwise": [

@@ -5,12 +5,13 @@ With X and X' of the walks (`states`), and dA = do vᵀ on and below the diagona
     dq* = dA k* + do Xᵀ        dk* = dAᵀ q* + v X'ᵀ
     dg_t = Σ_{i >= t} (q*_i ⊙ dq*_i − k*_i ⊙ (dk*_i of inside)) + Σ_{j < t} k*_j ⊙ (dk*_j beyond) + Σ_V X ⊙ X'
 
-Sums over the chunk's tokens; of the X' it is Σ_V (cross ⊙ X) ⊙ X' if the chunk is not plain. The terms of dg are for
+Sums over the chunk's tokens; of the X' it is Σ_V (cross ⊙ X) ⊙ X' if the chunk is not mild. The terms of dg are for
 the paths past token t: to a query of this chunk, from a key of this chunk to a later one, and from before the chunk to
 after it. The usual form, Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but a difference of
 larger ones. A pair (i, j) enters the first sum at i and, with the other sign, at j. Both come from the same rounded
 factors, so that they cancel in the sum over later tokens: otherwise their rounding errors would spread over a chunk's
-tokens, and where decays are strong they exceed dg itself.
+tokens, and where decays are strong they exceed dg itself. A token with itself is no part of dg: its parts of dq and dk
+are made of q and k that nothing has rounded. In a steep chunk (`states`) the pairs are a token and the one before it.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def plain_grads_kernel(
         key_grads = _add_product(tl.trans(pairs), queries, key_grads, T, PRECISION)
         terms = queries.to(tl.float32) * query_grads
         terms -= tl.where(is_steep, 0.0, keys.to(tl.float32) * key_grads)
-        # Loaded again, behind a barrier, and the factors by another instruction: else the compiler holds both meanwhile.
+        # loaded again, behind a barrier, and factors by another instruction: else the compiler holds both meanwhile
         tl.debug_barrier()
         query_grads *= tl.exp2(distances * LOG2_E) * scale
         key_grads *= tl.exp2(tl.where(is_steep, 0.0, distances * -LOG2_E))

@@ -6,8 +6,9 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
-passed between segments or ranks are fp32. Saved for the backward pass are in the dtype of the inputs the decayed q and
-k, and the scores, 64 numbers per token and head; and the true states that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
+passed between segments or ranks are fp32. Saved for the backward pass are, beside the operands, the decayed q and k and
+the scores, 64 numbers per token and head, in the dtype of the inputs, and the true states that segments start from. The
+kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums.
 """
@@ -238,17 +239,14 @@ class GlaKernels(SegmentKernels):
         scores: Tensor,
         segments: Segments,
         incoming: Tensor,
-        name: str,
-        *,
         states: Tensor | None = None,
     ) -> Tensor:
         """o, [B, T, H, V], given the rank's incoming state, as of `correct`; with `states` dv, and X' of the chunks."""
-        check_state(incoming, name, segments.state.shape)
-        o = torch.empty_like(y)
-        self._walk(
-            operands, y, segments, self.tuning.walk, segments.start_decays, incoming.contiguous(), scores=scores, o=o,
-            states=states, reverse=states is not None,
-        )  # fmt: skip
+        reverse = states is not None
+        check_state(incoming, "incoming_grad" if reverse else "incoming_state", segments.state.shape)
+        decays, o = segments.start_decays, torch.empty_like(y)
+        taken = operands, y, segments, self.tuning.walk, decays, incoming.contiguous()
+        self._walk(*taken, reverse=reverse, scores=scores, o=o, states=states)
         return o
 
     def states(self, operands: WalkOperands, v: Tensor, segments: Segments) -> Tensor:
@@ -278,9 +276,9 @@ class GlaKernels(SegmentKernels):
         BK, BV = options.tile(self.K, self.V)
         pair = operands.queries, operands.keys
         walk_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
-            *(pair[::-1] if reverse else pair), y, scores, operands.factors, segments.starts, decays, incoming, o, states,
-            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, C=CHUNK, BK=BK, BV=BV,
-            REVERSE=reverse, SUMS=o is None and states is None, OUTPUTS=o is not None, STATES=states is not None,
+            *(pair[::-1] if reverse else pair), y, scores, operands.factors, segments.starts, decays, incoming, o,
+            states, self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, C=CHUNK, BK=BK,
+            BV=BV, REVERSE=reverse, SUMS=o is None and states is None, OUTPUTS=o is not None, STATES=states is not None,
             **self._precision, **options.launch,
         )  # fmt: skip
 
@@ -343,14 +341,13 @@ class _GlaKernelForward(ForwardBase):
     def outputs(self, incoming_state: Tensor) -> Tensor:
         # True states serve in place of R.
         self.saved = *self._operands, self._scores, self._segments.starts
-        taken = self._operands, self._v, self._scores, self._segments
-        return self._launcher.outputs(*taken, incoming_state, "incoming_state")
+        return self._launcher.outputs(self._operands, self._v, self._scores, self._segments, incoming_state)
 
 
 class _GlaKernelBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         *self._inputs, self._do = map(dense, (*operands, self.do))
-        q, k, v, g = self._inputs
+        _, k, v, _ = self._inputs
         *found, self._scores, self._starts = self.saved
         self._operands = WalkOperands(*found)
         self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
@@ -363,8 +360,7 @@ class _GlaKernelBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         grads = self._launcher.new_states()
-        taken = self._operands, self._do, self._scores, self._segments
-        dv = self._launcher.outputs(*taken, incoming_grad, "incoming_grad", states=grads)
+        dv = self._launcher.outputs(self._operands, self._do, self._scores, self._segments, incoming_grad, grads)
         dq, dk, dg = self._launcher.grads(*self._inputs, self._do, self._operands, self._states, grads)
         return dq, dk, dv, dg
 

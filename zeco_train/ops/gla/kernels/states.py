@@ -71,8 +71,9 @@ def operands_kernel(
 
     A chunk in which no document starts, but with its first token, is mild if no channel decays by more than e^-60 over
     either half. Its operands are relative to its middle, m, so that they also give its scores, A = q* k*ᵀ: q* = scale ·
-    q ⊙ exp(b − m), k* = k ⊙ exp(m − b). It is steep if it has C tokens and each decay is e^-44 or less, so that those of
-    two in a row are 0 in fp32, as `decay` has it. Operands of all but mild chunks are decayed to the chunk's borders, and 0 if a document starts between.
+    q ⊙ exp(b − m), k* = k ⊙ exp(m − b). It is steep if it has C tokens and each decay is e^-44 or less: those of two in
+    a row are then 0, see `decay`. Operands of other chunks, and of steep ones, are decayed to the chunk's borders, and
+    0 if a document starts between.
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
@@ -147,8 +148,8 @@ def walk_kernel(
     y,  # [B, T, H, V]: v, or do in reverse
     scores,  # [N, B, H, C, C]: A, 0 above the diagonal, read with OUTPUTS
     factors,  # [N, B, H, 4, K] fp32
-    totals,  # [J, B, H, K, V] fp32: with SUMS S after each segment from zero, written; else S before it, the true one but
-    # with OUTPUTS, which adds the incoming state's part, and writes it
+    totals,  # [J, B, H, K, V] fp32: with SUMS S after each segment from zero, written; else S before it, the true one,
+    # but with OUTPUTS, which adds the part of the incoming state, and writes it if not in reverse
     decays,  # [J, B, H, K] fp32, log-decays: with SUMS of the segments, written; with OUTPUTS up to them, read
     incoming,  # [B, H, K, V] fp32: R, or D_in in reverse, read with OUTPUTS
     o,  # [B, T, H, V], written with OUTPUTS; in reverse dv
