@@ -346,22 +346,22 @@ class _GlaKernelForward(ForwardBase):
 
 class _GlaKernelBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
-        *self._inputs, self._do = map(dense, (*operands, self.do))
-        _, k, v, _ = self._inputs
+        self._q, self._k, self._v, self._g, self._do = map(dense, (*operands, self.do))
         *found, self._scores, self._starts = self.saved
         self._operands = WalkOperands(*found)
-        self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
+        self._launcher = GlaKernels(self._k, self._v, self.doc_ids, self.scale, options_for(self._k))
         self._segments = self._launcher.segments(self._operands, self._do, reverse=True)
         self.state_grad = self._segments.state
 
     def overlap(self) -> None:
         segments = replace(self._segments, starts=self._starts)
-        self._states = self._launcher.states(self._operands, self._inputs[2], segments)
+        self._states = self._launcher.states(self._operands, self._v, segments)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         grads = self._launcher.new_states()
         dv = self._launcher.outputs(self._operands, self._do, self._scores, self._segments, incoming_grad, grads)
-        dq, dk, dg = self._launcher.grads(*self._inputs, self._do, self._operands, self._states, grads)
+        inputs = self._q, self._k, self._v, self._g, self._do
+        dq, dk, dg = self._launcher.grads(*inputs, self._operands, self._states, grads)
         return dq, dk, dv, dg
 
 
