@@ -30,16 +30,14 @@ class Kernel(JITFunction):
         if warmup or observed or _async_compile.active_mode.get():
             return super().run(*args, grid=grid, warmup=warmup, **constants)
         device = driver.active.get_current_device()
-        # Addresses: of each tensor Triton would ask for it again, and ask the driver about it.
-        passed = [x.data_ptr() if x.__class__ in _TENSORS else x for x in args]
         # What Triton compiles a kernel for, or more: a number itself, in place of whether it is 1 or divides by 16.
         kinds = [
-            (x.dtype if address % 16 == 0 else (x.dtype,))
+            (x.dtype if x.data_ptr() % 16 == 0 else (x.dtype,))
             if x.__class__ in _TENSORS
             else x
             if x.__class__ is int
             else x.__class__
-            for x, address in zip(args, passed, strict=True)
+            for x in args
         ]
         modes = knobs.runtime.debug, knobs.compilation.instrumentation_mode
         key = device, *modes, *kinds, *constants, *constants.values()
@@ -54,7 +52,7 @@ class Kernel(JITFunction):
             return compiled
         compiled, values = found
         where = *(*grid, 1, 1)[:3], driver.active.get_current_stream(device)
-        compiled.run(*where, compiled.function, compiled.packed_metadata, None, None, None, *passed, *values)
+        compiled.run(*where, compiled.function, compiled.packed_metadata, None, None, None, *args, *values)
         return compiled
 
 

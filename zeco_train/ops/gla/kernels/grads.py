@@ -10,8 +10,8 @@ the paths past token t: to a query of this chunk, from a key of this chunk to a 
 after it. The usual form, Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but a difference of
 larger ones. A pair (i, j) enters the first sum at i and, with the other sign, at j. Both come from the same rounded
 factors, so that they cancel in the sum over later tokens: otherwise their rounding errors would spread over a chunk's
-tokens, and where decays are strong they exceed dg itself. A token with itself is no part of dg: its parts of dq and dk
-are made of q and k that nothing has rounded. In a steep chunk (`states`) the pairs are a token and the one before it.
+tokens, and where decays are strong they exceed dg itself. In a steep chunk (`states`) the pairs are a token, which has
+no part in dg with itself, and the one before it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.intra import decayed, join
-from zeco_train.ops.gla.kernels.states import CROSS, OTHER, STEEP
+from zeco_train.ops.gla.kernels.states import CROSS, MILD, OTHER, STEEP
 from zeco_train.ops.gla.kernels.tiles import (
-    LOG2_E,
     decay,
     head_offset,
     laid_out_like,
@@ -102,10 +101,10 @@ def _of_values(
 
 @jit
 def plain_grads_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
+    queries,  # [B, T, H, K]: q*
+    keys,  # [B, T, H, K]: k*
     v,  # [B, T, H, V]
-    g,  # [B, T, H, K] fp32
+    b,  # [B, T, H, K] fp32, sums of g inside chunks
     do,  # [B, T, H, V]
     kinds,  # [N, B, H] int32, see `operands_kernel`
     states,  # [N, B, H, V, K]: X
@@ -125,7 +124,7 @@ def plain_grads_kernel(
     SUMMED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes BK columns of the gradients of one mild or steep chunk of one head."""
+    """One program computes BK columns of the gradients of one mild chunk of one head."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     first_key = (tl.program_id(0) % tiles) * BK
     chunk = tl.program_id(0) // tiles
@@ -136,58 +135,68 @@ def plain_grads_kernel(
     of_keys = head_offset(batch_head, T, H, K)
     of_values = head_offset(batch_head, T, H, V)
     kind = tl.load(kinds + index)
-    if kind != OTHER:
+    if (kind != OTHER) & (kind < STEEP):
         grads, _, query_grads, key_grads, passing = _of_values(
             v + of_values, do + of_values, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, False,
             SUMMED, PRECISION,
         )  # fmt: skip
-        is_steep = kind >= STEEP
-        query, key = rows[:, None], rows[None, :]
-        parts: tl.constexpr = 2 if v.dtype.element_ty == tl.bfloat16 else 0
-        # a token with itself by numbers that nothing has rounded
-        self_grads = tl.sum(tl.where(query == key, grads, 0.0), axis=1) * scale
-        pairs = tl.where(tl.where(is_steep, query == key + 1, query > key), grads, 0.0).to(v.dtype.element_ty)
-        if is_steep:
-            # the first token sees the state before the chunk, the last two reach that after it
-            query_grads = tl.where((query == 0) & (kind == STEEP), query_grads, 0.0)
-            last = decay(load_last_row(g + of_keys, start, T, H, K, first_key, C, BK))
-            key_grads *= tl.where(query == C - 1, 1.0, tl.where(query == C - 2, last[None, :], 0.0))
-        tl.debug_barrier()
-        own = tl.maximum(load_tile(g + of_keys, start, T, H, K, first_key, C, BK), -104.0)
-        # log-decays from the chunk's middle to each token; if it is steep, a token's own
-        which = tl.where((key >= C // 2) & (key <= query), 1.0, tl.where((key < C // 2) & (key > query), -1.0, 0.0))
-        which = tl.where(is_steep, tl.where(query == key, 1.0, 0.0), which)
-        distances = _sum_tokens(which, own, parts)
-        own_keys = load_tile(k + of_keys, start, T, H, K, first_key, C, BK)
-        keys = (own_keys.to(tl.float32) * decay(tl.where(is_steep, 0.0, -distances))).to(own_keys.dtype)
-        leaving = keys.to(tl.float32) * key_grads
+        own_queries = load_tile(queries + of_keys, start, T, H, K, first_key, C, BK)
+        own_keys = load_tile(keys + of_keys, start, T, H, K, first_key, C, BK)
+        sums = load_tile(b + of_keys, start, T, H, K, first_key, C, BK)
+        pairs = tl.where(rows[:, None] >= rows[None, :], grads, 0.0).to(own_keys.dtype)
+        leaving = own_keys.to(tl.float32) * key_grads
+        query_grads = _add_product(pairs, own_keys, query_grads, T, PRECISION)
+        key_grads = _add_product(tl.trans(pairs), own_queries, key_grads, T, PRECISION)
         # tokens before t are all less those from t on
-        passing = tl.where(is_steep, 0.0, passing)
-        passing += tl.sum(tl.where(is_steep & (query == C - 1), 0.0, leaving), axis=0)
-        query_grads = _add_product(pairs, keys, query_grads, T, PRECISION)
-        tl.debug_barrier()
-        own_queries = load_tile(q + of_keys, start, T, H, K, first_key, C, BK)
-        queries = (own_queries.to(tl.float32) * (decay(distances) * scale)).to(own_queries.dtype)
-        key_grads = _add_product(tl.trans(pairs), queries, key_grads, T, PRECISION)
-        terms = queries.to(tl.float32) * query_grads
-        terms -= tl.where(is_steep, 0.0, keys.to(tl.float32) * key_grads)
-        # loaded again, behind a barrier, and factors by another instruction: else the compiler holds both meanwhile
-        tl.debug_barrier()
-        query_grads *= tl.exp2(distances * LOG2_E) * scale
-        key_grads *= tl.exp2(tl.where(is_steep, 0.0, distances * -LOG2_E))
-        query_grads += self_grads[:, None] * load_tile(k + of_keys, start, T, H, K, first_key, C, BK).to(tl.float32)
-        key_grads += self_grads[:, None] * load_tile(q + of_keys, start, T, H, K, first_key, C, BK).to(tl.float32)
-        store_tile(dq + of_keys, query_grads, start, T, H, K, first_key, C, BK)
-        store_tile(dk + of_keys, key_grads, start, T, H, K, first_key, C, BK)
-        later = tl.where(is_steep, query == key, query <= key)
-        decay_grads = tl.where(is_steep & (query != C - 1), 0.0, passing[None, :]) + _sum_tokens(later, terms, parts)
-        decay_grads = tl.where((query == 0) & (kind % 2 == 0), 0.0, decay_grads)
+        passing += tl.sum(leaving, axis=0)
+        terms = own_queries.to(tl.float32) * query_grads - own_keys.to(tl.float32) * key_grads
+        middle = tl.minimum(start + C // 2, T) - 1
+        columns = first_key + tl.arange(0, BK)
+        reference = tl.load(b + of_keys + middle.to(tl.int64) * H * K + columns, mask=columns < K, other=0.0)
+        distances = sums - reference[None, :]
+        store_tile(dq + of_keys, query_grads * (decay(distances) * scale), start, T, H, K, first_key, C, BK)
+        store_tile(dk + of_keys, key_grads * decay(-distances), start, T, H, K, first_key, C, BK)
+        parts: tl.constexpr = 2 if v.dtype.element_ty == tl.bfloat16 else 0
+        decay_grads = passing[None, :] + _sum_tokens(rows[:, None] <= rows[None, :], terms, parts)
+        decay_grads = tl.where((rows[:, None] == 0) & (kind != MILD), 0.0, decay_grads)
         store_tile(dg + of_keys, decay_grads, start, T, H, K, first_key, C, BK)
 
 
 @jit
+def _steep_grads(
+    q, k, v, b, do, states, state_grads, dq, dk, dg, index, start, first_key, scale, T, kind, H: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SUMMED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BK columns of the gradients of one steep chunk, whose b is g."""
+    rows = tl.arange(0, C)[:, None]
+    grads, _, query_grads, key_grads, _ = _of_values(
+        v, do, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, False, SUMMED, PRECISION
+    )
+    self_grads = tl.sum(tl.where(rows == tl.arange(0, C)[None, :], grads, 0.0), axis=1)[:, None] * scale
+    pairs = tl.where(rows == tl.arange(0, C)[None, :] + 1, grads, 0.0).to(v.dtype.element_ty)
+    # the first token sees the state before the chunk, the last two reach that after it
+    query_grads = tl.where((rows == 0) & (kind == STEEP), query_grads, 0.0)
+    last = decay(load_last_row(b, start, T, H, K, first_key, C, BK))[None, :]
+    key_grads *= tl.where(rows == C - 1, 1.0, tl.where(rows == C - 2, last, 0.0))
+    own_keys = load_tile(k, start, T, H, K, first_key, C, BK)
+    leaving = tl.sum(tl.where(rows == C - 2, own_keys.to(tl.float32) * key_grads, 0.0), axis=0)
+    query_grads = _add_product(pairs, own_keys, query_grads, T, PRECISION)
+    own_queries = load_tile(q, start, T, H, K, first_key, C, BK)
+    from_previous = decay(load_tile(b, start, T, H, K, first_key, C, BK)) * scale
+    queries = (own_queries.to(tl.float32) * from_previous).to(own_queries.dtype)
+    key_grads = _add_product(tl.trans(pairs), queries, key_grads, T, PRECISION)
+    store_tile(dk, key_grads + self_grads * own_queries.to(tl.float32), start, T, H, K, first_key, C, BK)
+    decay_grads = queries.to(tl.float32) * query_grads + tl.where(rows == C - 1, leaving[None, :], 0.0)
+    decay_grads = tl.where((rows == 0) & (kind != STEEP), 0.0, decay_grads)
+    store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
+    query_grads = query_grads * from_previous + self_grads * own_keys.to(tl.float32)
+    store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
+
+
+@jit
 def _other_grads(
-    q, k, v, g, do, doc_ids, factors, states, state_grads, dq, dk, dg, index, start, first_key, scale, T,
+    q, k, v, b, do, doc_ids, factors, states, state_grads, dq, dk, dg, index, start, first_key, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOCUMENTS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
@@ -203,15 +212,10 @@ def _other_grads(
         pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
     self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], pair_grads, 0.0), axis=1)
 
-    own_decays = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
-    sums = _sum_tokens(rows[:, None] >= rows[None, :], own_decays, 3 if k.dtype.element_ty == tl.bfloat16 else 0)
-    # where the sums of other tokens are read from, until dg is known
-    store_tile(dg, sums, start, T, H, K, first_key, C, BK)
-    tl.debug_barrier()
-    sums = laid_out_like(sums, query_grads)
+    sums = laid_out_like(load_tile(b, start, T, H, K, first_key, C, BK), query_grads)
     queries = laid_out_like(load_tile(q, start, T, H, K, first_key, C, BK), query_grads)
     keys = laid_out_like(load_tile(k, start, T, H, K, first_key, C, BK), query_grads)
-    total = load_last_row(dg, start, T, H, K, first_key, C, BK)
+    total = load_last_row(b, start, T, H, K, first_key, C, BK)
     to_end = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
     from_start = decay(sums) * scale
     if DOCUMENTS:
@@ -228,7 +232,7 @@ def _other_grads(
     joined = join(queries, keys) if JOINED else queries
     for shift in range(6):
         is_query, factor, tokens = decayed(
-            dg, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
+            b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
         )
         size_grads = tl.where(split_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
         seen = tl.dot(size_grads, tokens, input_precision=PRECISION)
@@ -250,7 +254,6 @@ def _other_grads(
     if DOCUMENTS:
         previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
         decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
-    tl.debug_barrier()
     store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
 
 
@@ -259,7 +262,7 @@ def other_grads_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
     v,  # [B, T, H, V]
-    g,  # [B, T, H, K] fp32
+    b,  # [B, T, H, K] fp32, see `operands_kernel`
     do,  # [B, T, H, V]
     doc_ids,  # [T] int32, read with DOCUMENTS
     kinds,  # [N, B, H] int32
@@ -283,8 +286,9 @@ def other_grads_kernel(
     PRECISION: tl.constexpr,
     JOINED: tl.constexpr,
     CHUNKS: tl.constexpr,
+    OF_STEEP: tl.constexpr,
 ):
-    """One program computes BK columns of the gradients of those of the other ones of CHUNKS chunks of one head.
+    """One program computes BK columns of the gradients of those of CHUNKS chunks of one head that are steep, or other.
 
     A program for all kinds would take the registers of both. JOINED: see `join`; bf16 only.
     """
@@ -297,9 +301,17 @@ def other_grads_kernel(
     for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
         chunk = first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
-        if tl.load(kinds + index) == OTHER:
+        kind = tl.load(kinds + index)
+        if OF_STEEP:
+            if kind >= STEEP:
+                _steep_grads(
+                    q + of_keys, k + of_keys, v + of_values, b + of_keys, do + of_values, states, state_grads,
+                    dq + of_keys, dk + of_keys, dg + of_keys, index, chunk * C, first_key, scale, T, kind, H, K, V, C,
+                    BK, BV, SUMMED, PRECISION,
+                )  # fmt: skip
+        elif kind == OTHER:
             _other_grads(
-                q + of_keys, k + of_keys, v + of_values, g + of_keys, do + of_values, doc_ids, factors, states,
+                q + of_keys, k + of_keys, v + of_values, b + of_keys, do + of_values, doc_ids, factors, states,
                 state_grads, dq + of_keys, dk + of_keys, dg + of_keys, index, chunk * C, first_key, scale, T, H, K, V,
                 C, BK, BV, DOCUMENTS, SUMMED, PRECISION, JOINED,
             )  # fmt: skip

@@ -99,12 +99,10 @@ def decayed(
 def scores_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
-    g,  # [B, T, H, K] fp32
-    b,  # [B, T, H, K] fp32, sums of g inside chunks: of `operands_kernel`, as the next four
+    b,  # [B, T, H, K] fp32, of `operands_kernel`, as the next three
     queries,  # [B, T, H, K]: q*
     keys,  # [B, T, H, K]: k*
     kinds,  # [N, B, H] int32
-    own_scores,  # [N, B, H, C] fp32
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: scale · Σ_K q_i ⊙ k_j ⊙ exp(b_i − b_j) where j <= i, else 0
     scale,
@@ -131,21 +129,25 @@ def scores_kernel(
         for first_key in range(0, K, BK):
             own_queries = load_tile(q + offset, start, T, H, K, first_key, C, BK)
             own_keys = load_tile(k + offset, start, T, H, K, first_key, C, BK)
-            decays = decay(load_tile(g + offset, start, T, H, K, first_key, C, BK))
+            decays = decay(load_tile(b + offset, start, T, H, K, first_key, C, BK))
             tokens = (own_queries.to(tl.float32) * decays).to(own_queries.dtype)
-            total = tl.dot(tokens, tl.trans(own_keys), total, input_precision=PRECISION)
-        total = tl.where(rows[:, None] == rows[None, :] + 1, total * scale, 0.0)
+            products = tl.dot(tokens, tl.trans(own_keys), input_precision=PRECISION)
+            total += tl.where(rows[:, None] == rows[None, :] + 1, products * scale, 0.0)
+            self = tl.sum(own_queries.to(tl.float32) * own_keys.to(tl.float32), axis=1) * scale
+            total = tl.where(rows[:, None] == rows[None, :], total + self[:, None], total)
     elif kind >= MILD:
         for first_key in range(0, K, BK):
             own_queries = load_tile(queries + offset, start, T, H, K, first_key, C, BK)
             own_keys = load_tile(keys + offset, start, T, H, K, first_key, C, BK)
             total = tl.dot(own_queries, tl.trans(own_keys), total, input_precision=PRECISION)
-        total = tl.where(rows[:, None] > rows[None, :], total, 0.0)
+        total = tl.where(rows[:, None] >= rows[None, :], total, 0.0)
     else:
         for first_key in range(0, K, BK):
             own_queries = load_tile(q + offset, start, T, H, K, first_key, C, BK)
             own_keys = load_tile(k + offset, start, T, H, K, first_key, C, BK)
             sums = load_tile(b + offset, start, T, H, K, first_key, C, BK)
+            self = tl.sum(own_queries.to(tl.float32) * own_keys.to(tl.float32), axis=1)[:, None]
+            total = tl.where(rows[:, None] == rows[None, :], total + self, total)
             joined = join(own_queries, own_keys) if JOINED else own_queries
             # log₂ C sizes of blocks.
             for shift in range(6):
@@ -158,6 +160,4 @@ def scores_kernel(
         if DOCUMENTS:
             own, _, _ = load_doc_ids(doc_ids, start, T, C)
             total = tl.where(own[:, None] == own[None, :], total, 0.0)
-    selves = tl.load(own_scores + index * C + rows)
-    total = tl.where(rows[:, None] == rows[None, :], selves[:, None], total)
     tl.store(scores + index * C * C + rows[:, None] * C + rows[None, :], total.to(scores.dtype.element_ty))

@@ -6,9 +6,9 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
-passed between segments or ranks are fp32. Saved for the backward pass are, beside the operands, the decayed q and k and
-the scores, 64 numbers per token and head, in the dtype of the inputs, and the true states that segments start from. The
-kernels also run on a CPU under Triton's interpreter, in fp32.
+passed between segments or ranks are fp32. Saved for the backward pass are b, the sums of g inside chunks, in place of
+g; in the dtype of the inputs the decayed q and k, and the scores, 64 numbers per token and head; and the true states
+that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums.
 """
@@ -96,7 +96,7 @@ MOST_HEADS = 65_535
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
-# Chunks of a program for those that are not plain; without any, it ends after their checks.
+# Chunks of a program for other ones, neither mild nor steep; without any, it ends after their checks.
 GROUP = 4
 
 
@@ -214,16 +214,15 @@ class GlaKernels(SegmentKernels):
             self._new(*chunks, 4, self.K), self._new(*chunks, dtype=torch.int32),
         )  # fmt: skip
 
-    def operands(self, q: Tensor, k: Tensor, g: Tensor) -> tuple[WalkOperands, tuple[Tensor, Tensor]]:
-        """Of the walks, and what `scores` takes beside them: sums of g of some chunks, and tokens' own scores."""
+    def operands(self, q: Tensor, k: Tensor, g: Tensor, b: Tensor) -> WalkOperands:
+        """Of the walks; `b` is written, of the gates of each chunk."""
         found, options = self.operands_like(k), self.tuning.operands
-        b, own_scores = torch.empty_like(g), self._new(*self.scores_shape[:-1])
         BK, _ = options.tile(self.K, self.V)
         operands_kernel[(self.num_chunks, self.BH)](
-            q, k, g, self.doc_ids, b, *found, own_scores, self.scale, self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK,
+            q, k, g, self.doc_ids, b, *found, self.scale, self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK,
             **self._documents, **options.launch,
         )  # fmt: skip
-        return found, (b, own_scores)
+        return found
 
     def segments(self, operands: WalkOperands, y: Tensor, *, reverse: bool) -> Segments:
         """Walk each segment from zero, then join the segments: of k* and v, or in reverse of q* and do."""
@@ -285,13 +284,12 @@ class GlaKernels(SegmentKernels):
     def _joined(self, BK: int) -> bool:
         return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
 
-    def scores(self, q: Tensor, k: Tensor, g: Tensor, operands: WalkOperands, b: Tensor, own_scores: Tensor) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, b: Tensor, operands: WalkOperands) -> Tensor:
         """[N, B, H, C, C], 0 above the diagonal."""
         scores, options = self._new(*self.scores_shape, dtype=self.dtype), self.tuning.scores
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
-        queries, keys, _, kinds = operands
         scores_kernel[(self.num_chunks, self.BH)](
-            q, k, g, b, queries, keys, kinds, own_scores, self.doc_ids, scores, self.scale,
+            q, k, b, operands.queries, operands.keys, operands.kinds, self.doc_ids, scores, self.scale,
             self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK, JOINED=self._joined(BK), **self.flags, **options.launch,
         )  # fmt: skip
         return scores
@@ -301,76 +299,82 @@ class GlaKernels(SegmentKernels):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        g: Tensor,
+        b: Tensor,
         do: Tensor,
         operands: WalkOperands,
         states: Tensor,
         state_grads: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dg."""
-        dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
+        dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
+        queries, keys, factors, kinds = operands
         found = states, state_grads, dq, dk, dg, self.scale, self.T, self.H, self.K, self.V, self.BH
         options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            q, k, v, g, do, operands.kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
+            queries, keys, v, b, do, kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
             **self._precision, **options.launch,
         )  # fmt: skip
-        options = self.tuning.other_grads
-        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
-        other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
-            q, k, v, g, do, self.doc_ids, operands.kinds, operands.factors, *found, C=CHUNK, BK=BK, BV=BV,
-            SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
-        )  # fmt: skip
+        for of_steep, options in ((True, options), (False, self.tuning.other_grads)):
+            BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
+            other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
+                q, k, v, b, do, self.doc_ids, kinds, factors, *found, C=CHUNK, BK=BK, BV=BV,
+                SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, OF_STEEP=of_steep, **self.flags,
+                **options.launch,
+            )  # fmt: skip
         return dq, dk, dg
 
 
 class _GlaKernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
-        q, k, self._v, g = map(dense, operands)
-        self._launcher = GlaKernels(k, self._v, self.doc_ids, self.scale, options_for(k))
-        self._operands, beside = self._launcher.operands(q, k, g)
-        self._for_scores = q, k, g, self._operands, *beside
+        q, k, v, g = operands
+        self._q, self._k, self._v = (dense(x) for x in (q, k, v))
+        self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
+        self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
+        self._operands = self._launcher.operands(self._q, self._k, dense(g), self._b)
         self._segments = self._launcher.segments(self._operands, self._v, reverse=False)
         self.state, self.transition = self._segments.state, self._segments.log_decay
 
     def overlap(self) -> None:
-        self._scores = self._launcher.scores(*self._for_scores)
-        del self._for_scores
+        self._scores = self._launcher.scores(self._q, self._k, self._b, self._operands)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        # True states serve in place of R.
-        self.saved = *self._operands, self._scores, self._segments.starts
+        # Not g too: in fp32 it is as large as bf16 q and k together. True states serve in place of R.
+        self.saved = self._b, *self._operands, self._scores, self._segments.starts
         return self._launcher.outputs(self._operands, self._v, self._scores, self._segments, incoming_state)
 
 
 class _GlaKernelBackward(BackwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
-        self._q, self._k, self._v, self._g, self._do = map(dense, (*operands, self.do))
+        # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
+        q, k, v, self._b = operands
+        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, self.do))
         *found, self._scores, self._starts = self.saved
         self._operands = WalkOperands(*found)
-        self._launcher = GlaKernels(self._k, self._v, self.doc_ids, self.scale, options_for(self._k))
+        self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
         self._segments = self._launcher.segments(self._operands, self._do, reverse=True)
         self.state_grad = self._segments.state
 
     def overlap(self) -> None:
-        segments = replace(self._segments, starts=self._starts)
-        self._states = self._launcher.states(self._operands, self._v, segments)
+        self._states = self._launcher.states(self._operands, self._v, replace(self._segments, starts=self._starts))
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         grads = self._launcher.new_states()
         dv = self._launcher.outputs(self._operands, self._do, self._scores, self._segments, incoming_grad, grads)
-        inputs = self._q, self._k, self._v, self._g, self._do
+        inputs = self._q, self._k, self._v, self._b, self._do
         dq, dk, dg = self._launcher.grads(*inputs, self._operands, self._states, grads)
         return dq, dk, dv, dg
 
 
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    _, k, v, _ = operands
+    _, k, v, g = operands
     # For the shapes only, which do not depend on documents or the scale.
     launcher = GlaKernels(k, v, None, 1.0, options_for(k))
+    b = torch.empty_like(g, memory_format=torch.contiguous_format)
     starts = k.new_empty(launcher.starts_shape, dtype=torch.float32)
-    return *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts
+    return b, *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts
 
 
-CUDA = with_padded_heads(Passes(_GlaKernelForward, _GlaKernelBackward, _saved_like, needs_incoming=False))
+CUDA = with_padded_heads(
+    Passes(_GlaKernelForward, _GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False)
+)

@@ -52,12 +52,11 @@ def operands_kernel(
     k,  # [B, T, H, K]
     g,  # [B, T, H, K] fp32, log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
-    b,  # [B, T, H, K] fp32, written where a chunk is neither mild nor steep: sums of g inside chunks
+    b,  # [B, T, H, K] fp32, written: sums of g inside chunks; g itself if the chunk is steep
     queries,  # [B, T, H, K], written: q*
     keys,  # [B, T, H, K], written: k*
     factors,  # [N, B, H, 4, K] fp32, written
     kinds,  # [N, B, H] int32, written: 0 OTHER, MILD or STEEP, and one more if a document starts with the chunk
-    own_scores,  # [N, B, H, C] fp32, written: scale · q_iᵀ k_i
     scale,
     T,
     H,
@@ -88,15 +87,11 @@ def operands_kernel(
     index = chunk.to(tl.int64) * BH + batch_head
     # exp is 0 in fp32 from −104 on, and a reset written as −1e9 would leave the sums after it no digits
     worst, least = 0.0, -104.0
-    selves = tl.zeros([C], tl.float32)
     for first_key in range(0, K, BK):
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
         first = tl.sum(tl.where((rows < C // 2)[:, None], own, 0.0), axis=0)
         worst = tl.minimum(worst, tl.min(tl.minimum(first, tl.sum(own, axis=0) - first)))
         least = tl.maximum(least, tl.max(tl.where((first_key + tl.arange(0, BK) < K)[None, :], own, -104.0)))
-        own_queries = load_tile(q, start, T, H, K, first_key, C, BK).to(tl.float32) * scale
-        selves += tl.sum(own_queries * load_tile(k, start, T, H, K, first_key, C, BK).to(tl.float32), axis=1)
-    tl.store(own_scores + index * C + rows, selves)
     is_mild = worst >= -LARGEST_EXPONENT
     kind = tl.where(is_mild, MILD, tl.where(least <= -LEAST_STEEP, STEEP, OTHER))
     if DOCUMENTS:
@@ -112,8 +107,7 @@ def operands_kernel(
         own_queries = load_tile(q, start, T, H, K, first_key, C, BK).to(tl.float32) * scale
         own_keys = load_tile(k, start, T, H, K, first_key, C, BK).to(tl.float32)
         sums = sum_tokens(rows[:, None] >= rows[None, :], own, 3 if q.dtype.element_ty == tl.bfloat16 else 0)
-        if kind == OTHER:
-            store_tile(b, sums, start, T, H, K, first_key, C, BK)
+        store_tile(b, tl.where(kind == STEEP, own, sums), start, T, H, K, first_key, C, BK)
         total = tl.sum(tl.where((rows == C - 1)[:, None], sums, 0.0), axis=0)
         middle = tl.sum(tl.where((rows == C // 2 - 1)[:, None], sums, 0.0), axis=0)
         # without a middle: from the chunk's start, and to its end
