@@ -6,9 +6,9 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
-passed between segments or ranks are fp32. Saved for the backward pass are b, the sums of g inside chunks, in place of
-g; in the dtype of the inputs the decayed q and k, and the scores, 64 numbers per token and head; and the true states
-that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
+passed between segments or ranks are fp32. Saved for the backward pass are b, of `operands_kernel`, in
+place of g; in the dtype of the inputs the decayed q and k, and the scores, 64 numbers per token and head; and the true
+states that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums.
 """
@@ -96,7 +96,7 @@ MOST_HEADS = 65_535
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
-# Chunks of a program for other ones, neither mild nor steep; without any, it ends after their checks.
+# Chunks of a program for those that are steep, or other; without any, it ends after their checks.
 GROUP = 4
 
 
@@ -215,7 +215,7 @@ class GlaKernels(SegmentKernels):
         )  # fmt: skip
 
     def operands(self, q: Tensor, k: Tensor, g: Tensor, b: Tensor) -> WalkOperands:
-        """Of the walks; `b` is written, of the gates of each chunk."""
+        """Of the walks; `b` is written."""
         found, options = self.operands_like(k), self.tuning.operands
         BK, _ = options.tile(self.K, self.V)
         operands_kernel[(self.num_chunks, self.BH)](
@@ -315,7 +315,8 @@ class GlaKernels(SegmentKernels):
             queries, keys, v, b, do, kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
             **self._precision, **options.launch,
         )  # fmt: skip
-        for of_steep, options in ((True, options), (False, self.tuning.other_grads)):
+        for of_steep in (True, False):
+            options = self.tuning.plain_grads if of_steep else self.tuning.other_grads
             BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
             other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
                 q, k, v, b, do, self.doc_ids, kinds, factors, *found, C=CHUNK, BK=BK, BV=BV,

@@ -86,28 +86,28 @@ def operands_kernel(
     rows = tl.arange(0, C)
     index = chunk.to(tl.int64) * BH + batch_head
     # exp is 0 in fp32 from −104 on, and a reset written as −1e9 would leave the sums after it no digits
-    worst, least = 0.0, -104.0
+    worst = 0.0
     for first_key in range(0, K, BK):
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
         first = tl.sum(tl.where((rows < C // 2)[:, None], own, 0.0), axis=0)
         worst = tl.minimum(worst, tl.min(tl.minimum(first, tl.sum(own, axis=0) - first)))
-        least = tl.maximum(least, tl.max(tl.where((first_key + tl.arange(0, BK) < K)[None, :], own, -104.0)))
     is_mild = worst >= -LARGEST_EXPONENT
-    kind = tl.where(is_mild, MILD, tl.where(least <= -LEAST_STEEP, STEEP, OTHER))
+    may_be_steep = worst < -LARGEST_EXPONENT
+    is_first = 0
     if DOCUMENTS:
         ids, before, end = load_doc_ids(doc_ids, start, T, C)
-        kind = tl.where(tl.load(doc_ids + start) == end, kind, OTHER)
-        is_mild = is_mild & (kind != OTHER)
-        tl.store(kinds + index, tl.where((kind != OTHER) & (before != end), kind + 1, kind))
-    else:
-        tl.store(kinds + index, kind)
+        is_one = tl.load(doc_ids + start) == end
+        is_mild = is_mild & is_one
+        may_be_steep = may_be_steep & is_one
+        is_first = tl.where(before == end, 0, 1)
+    tl.store(kinds + index, tl.where(is_mild, is_first + MILD, OTHER))
 
     for first_key in range(0, K, BK):
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
         own_queries = load_tile(q, start, T, H, K, first_key, C, BK).to(tl.float32) * scale
         own_keys = load_tile(k, start, T, H, K, first_key, C, BK).to(tl.float32)
         sums = sum_tokens(rows[:, None] >= rows[None, :], own, 3 if q.dtype.element_ty == tl.bfloat16 else 0)
-        store_tile(b, tl.where(kind == STEEP, own, sums), start, T, H, K, first_key, C, BK)
+        store_tile(b, sums, start, T, H, K, first_key, C, BK)
         total = tl.sum(tl.where((rows == C - 1)[:, None], sums, 0.0), axis=0)
         middle = tl.sum(tl.where((rows == C // 2 - 1)[:, None], sums, 0.0), axis=0)
         # without a middle: from the chunk's start, and to its end
@@ -133,6 +133,17 @@ def operands_kernel(
         tl.store(of_chunk + CROSS * K, cross, mask=inside)
         tl.store(of_chunk + LEAVE * K, leave, mask=inside)
         tl.store(of_chunk + TOTAL * K, total, mask=inside)
+
+    if may_be_steep:
+        least = -104.0
+        for first_key in range(0, K, BK):
+            own = load_tile(g, start, T, H, K, first_key, C, BK)
+            least = tl.maximum(least, tl.max(tl.where((first_key + tl.arange(0, BK) < K)[None, :], own, -104.0)))
+        if least <= -LEAST_STEEP:
+            tl.debug_barrier()  # written before, maybe by other threads
+            for first_key in range(0, K, BK):
+                store_tile(b, load_tile(g, start, T, H, K, first_key, C, BK), start, T, H, K, first_key, C, BK)
+            tl.store(kinds + index, is_first + STEEP)
 
 
 @jit
