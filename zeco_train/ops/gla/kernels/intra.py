@@ -132,9 +132,9 @@ def scores_kernel(
             decays = decay(load_tile(b + offset, start, T, H, K, first_key, C, BK))
             tokens = (own_queries.to(tl.float32) * decays).to(own_queries.dtype)
             products = tl.dot(tokens, tl.trans(own_keys), input_precision=PRECISION)
-            total += tl.where(rows[:, None] == rows[None, :] + 1, products * scale, 0.0)
-            self = tl.sum(own_queries.to(tl.float32) * own_keys.to(tl.float32), axis=1) * scale
-            total = tl.where(rows[:, None] == rows[None, :], total + self[:, None], total)
+            self = tl.sum(own_queries.to(tl.float32) * own_keys.to(tl.float32), axis=1)[:, None]
+            products = tl.where(rows[:, None] == rows[None, :] + 1, products, 0.0)
+            total += tl.where(rows[:, None] == rows[None, :], self, products) * scale
     elif kind >= MILD:
         for first_key in range(0, K, BK):
             own_queries = load_tile(queries + offset, start, T, H, K, first_key, C, BK)

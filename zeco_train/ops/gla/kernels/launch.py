@@ -237,14 +237,13 @@ class GlaKernels(SegmentKernels):
         y: Tensor,
         scores: Tensor,
         segments: Segments,
-        incoming: Tensor,
+        R: Tensor,
         states: Tensor | None = None,
     ) -> Tensor:
-        """o, [B, T, H, V], given the rank's incoming state, as of `correct`; with `states` dv, and X' of the chunks."""
-        reverse = states is not None
-        check_state(incoming, "incoming_grad" if reverse else "incoming_state", segments.state.shape)
-        decays, o = segments.start_decays, torch.empty_like(y)
-        taken = operands, y, segments, self.tuning.walk, decays, incoming.contiguous()
+        """o, [B, T, H, V], given the rank's incoming state, as of `correct`; with `states` dv of D_in, and X'."""
+        reverse, o = states is not None, torch.empty_like(y)
+        check_state(R, "incoming_grad" if reverse else "incoming_state", segments.state.shape)
+        taken = operands, y, segments, self.tuning.walk, segments.start_decays, R.contiguous()
         self._walk(*taken, reverse=reverse, scores=scores, o=o, states=states)
         return o
 

@@ -42,8 +42,7 @@ TOTAL: tl.constexpr = tl.constexpr(3)
 OTHER: tl.constexpr = tl.constexpr(0)
 MILD: tl.constexpr = tl.constexpr(1)
 STEEP: tl.constexpr = tl.constexpr(3)
-# exp(−2 · 44) is below 2^-126
-LEAST_STEEP: tl.constexpr = tl.constexpr(44.0)
+LEAST_STEEP: tl.constexpr = tl.constexpr(44.0)  # exp(−2 · 44) is below 2^-126
 
 
 @jit
@@ -91,14 +90,11 @@ def operands_kernel(
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
         first = tl.sum(tl.where((rows < C // 2)[:, None], own, 0.0), axis=0)
         worst = tl.minimum(worst, tl.min(tl.minimum(first, tl.sum(own, axis=0) - first)))
-    is_mild = worst >= -LARGEST_EXPONENT
-    may_be_steep = worst < -LARGEST_EXPONENT
-    is_first = 0
+    is_mild, may_be_steep, is_first = worst >= -LARGEST_EXPONENT, worst < -LARGEST_EXPONENT, 0
     if DOCUMENTS:
         ids, before, end = load_doc_ids(doc_ids, start, T, C)
         is_one = tl.load(doc_ids + start) == end
-        is_mild = is_mild & is_one
-        may_be_steep = may_be_steep & is_one
+        is_mild, may_be_steep = is_mild & is_one, may_be_steep & is_one
         is_first = tl.where(before == end, 0, 1)
     tl.store(kinds + index, tl.where(is_mild, is_first + MILD, OTHER))
 
