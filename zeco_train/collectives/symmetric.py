@@ -29,7 +29,7 @@ from zeco_train.collectives.arena import (
     keep,
     on_all_ranks,
 )
-from zeco_train.collectives.one_kernel import INTERPRETED, Kernel, KernelTuning, power_of_2
+from zeco_train.collectives.one_kernel import INTERPRETED, Kernel, KernelTuning, is_transposed, power_of_2
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
 from zeco_train.collectives.worker import ScanJob, ScanSpec, ScanWorker, scan_alone
 from zeco_train.errors import CommunicationError
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 def request_problem(request: ScanRequest) -> str | None:
     """Why the kernels, whose tiles span all of K, or of V, do not support a scan; None if they do."""
-    if is_matrix(request.transition):
-        return "matrix transitions: not yet"
     batch, heads, key_dim, value_dim = request.state.shape
-    if key_dim > 2048 or value_dim > 4096:
-        return f"K={key_dim}, V={value_dim}"
+    if matrices := is_matrix(request.transition):
+        value_dim = max(key_dim, value_dim)
+    if key_dim > (256 if matrices else 2048) or value_dim > 4096:
+        return f"{'matrices of ' * matrices}K={key_dim}, V={value_dim}"
     # The kernels' offsets are 32-bit (`kernels/all_scan/__init__.py`).
     elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
@@ -110,7 +110,10 @@ class _OneKernel(ScanJob):
             output = torch.empty_like(state)
         if scan.carry is not None:
             carry_out = torch.empty_like(state)
-        self._launch(state, request.transition.contiguous(), carry_in, output, carry_out)
+        transition = request.transition
+        if not is_transposed(transition):
+            transition = transition.contiguous()
+        self._launch(state, transition, carry_in, output, carry_out)
         if not wire.is_first:
             scan.incoming.set_result(output)
         if scan.carry is not None:
@@ -144,7 +147,7 @@ class SymmetricScans:
         # Prepare before involving the worker: a refused call then fails no other scan and keeps its stream out of a
         # capture.
         assert kernel is not None
-        prepared = self._prepared(request, kernel, self._tuning.get(algorithm.name, kernel.tuning), blocks, wire)
+        prepared = self._prepared(request, kernel, self._tuning.get(algorithm.name) or kernel.tuning(request), blocks, wire)
         return self._worker.launch(_OneKernel(request, operation, prepared, self._cached_zeros))
 
     def check(self) -> None:
@@ -180,7 +183,8 @@ class SymmetricScans:
         # For scans like this one, cached. Collective if memory must be allocated.
         has_carry = wire.is_first and request.carry_in is not None
         state, want_carry = request.state, request.want_carry
-        key = (kernel.name, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
+        kind = request.transition.ndim, is_transposed(request.transition)
+        key = (kernel.name, wire.reverse, state.shape, state.dtype, kind, blocks, has_carry, want_carry)
         launch = self._launches.get(key)
         if launch is None:
             if is_capturing(state.device):
