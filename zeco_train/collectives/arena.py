@@ -173,9 +173,9 @@ class Arena:
         self.capacity = capacity
         self.layout = ArenaLayout.of(capacity, dist.get_world_size(group))
         memory, addresses = allocate(self.layout.size, group, device)
-        # In scan order; the last scan's epoch, and the number of CTAs that have read it; see `kernels/all_scan/`.
+        # In scan order; the last scan's epoch, and counters of its CTAs; see `kernels/all_scan/`.
         self.peers = torch.tensor(addresses[::-1] if reverse else addresses, dtype=torch.int64, device=device)
-        self.control = torch.zeros(2, dtype=torch.int32, device=device)
+        self.control = torch.zeros(3, dtype=torch.int32, device=device)
         self.failure = torch.zeros(1, dtype=torch.int64, device=device)
         self._status = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.status_address = self._status.data_ptr()

@@ -123,7 +123,20 @@ def advance(control, epoch):
     tl.debug_barrier()
     if tl.atomic_add(control + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(control + 1, 0)
-        tl.store(control, epoch)
+        tl.store(control + 2, 0)
+        tl.atomic_xchg(control, epoch, sem="release", scope="gpu")
+
+
+@triton.jit
+def all_started(control, epoch):
+    """Whether all CTAs of this scan have called `advance`."""
+    return tl.atomic_add(control, 0, sem="acquire", scope="gpu") == epoch
+
+
+@triton.jit
+def take(control):
+    """A number that no other CTA of this scan gets, from 0 on."""
+    return tl.atomic_add(control + 2, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit

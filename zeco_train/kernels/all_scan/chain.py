@@ -5,7 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.all_scan import advance, data_at, flag_at, give_up, signal, start, wait_for
+from zeco_train.kernels.all_scan import (
+    advance,
+    all_started,
+    data_at,
+    flag_at,
+    give_up,
+    signal,
+    start,
+    take,
+    wait_for,
+)
 
 
 @triton.jit
@@ -79,7 +89,7 @@ def chain_kernel(
     output,  # like the state; written unless POSITION is 0
     carry_out,  # like the state; written if WANT_CARRY
     peers,  # [P] int64, addresses of the ranks' arenas in scan order
-    control,  # int32: epoch, CTAs that have read it
+    control,  # int32: epoch, CTAs that have read it, copies taken
     failure,  # int64: 0, or the arena's first failure
     status,  # address of the host's copy of it
     limit: tl.int64,  # ns, of each wait
@@ -125,6 +135,7 @@ def chain_kernel(
         before = tl.load(peers + POSITION - 1)
         if (cta == 0) & (failed == 0):
             signal(flag_at(before + credit + tl.zeros_like(lanes)), lanes < 1, epoch - 1, ASM)
+    if POSITION > 0 or WANT_CARRY:
         advance(control, epoch)
 
     TILES: tl.constexpr = (MATRIX + SUB - 1) // SUB if MATRIX else 1
@@ -191,11 +202,16 @@ def chain_kernel(
                 elif WANT_CARRY:
                     others = tl.load(peers + lanes, mask=lanes < P - 1, other=0)
                     signal(flag_at(others + carry_flags + block * 4), lanes < P - 1, epoch, ASM)
-    if POSITION == 0:
+    if POSITION == 0 and not WANT_CARRY:
         advance(control, epoch)
 
     if WANT_CARRY and POSITION < P - 1:
-        for run in range(cta, runs, tl.num_programs(0)):
+        # A waiting CTA could keep another one of this rank, whose blocks others wait for, from starting. So CTAs wait
+        # here once all have started, and share the copies by a counter: the last to start finds any that are left.
+        run = runs
+        if all_started(control, epoch):
+            run = take(control)
+        while run < runs:
             first, end = rows_of(run // GROUPS, rows, block_rows, SUB, MATRIX)
             for piece in range(run % GROUPS, PIECES, GROUPS):
                 block, column = run // GROUPS * PIECES + piece, piece * VB
@@ -210,3 +226,4 @@ def chain_kernel(
                     if failed != 0:
                         value = tl.full([SUB, VB], float("nan"), value.dtype)
                     store_rows(carry_out, row, end, column, value, V, VB, SUB)
+            run = take(control)
