@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeco_train.bench.session import Session
 from zeco_train.collectives.arena import Allocate, Arena, ArenaLayout, allocate_symmetric
-from zeco_train.collectives.one_kernel import CHAIN_KERNEL
+from zeco_train.collectives.one_kernel import CHAIN_KERNEL, KernelTuning
 from zeco_train.collectives.wire import Wire
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest
@@ -28,22 +28,31 @@ class TwoGpuChain:
     Args:
         ranks: P, an even number.
         state: [B, H, K, V] fp32, of each of this GPU's ranks.
-        log_decay: [B, H, K], likewise.
+        transition: [B, H, K] or [B, H, K, K], likewise.
         session: two ranks.
         allocate: allocator of symmetric memory.
+        tuning: launch parameters; None: as a scan's.
 
     Raises:
         RuntimeError: no peer access, or out of memory. On all ranks.
     """
 
     def __init__(
-        self, ranks: int, state: Tensor, log_decay: Tensor, session: Session, allocate: Allocate = allocate_symmetric
+        self,
+        ranks: int,
+        state: Tensor,
+        transition: Tensor,
+        session: Session,
+        allocate: Allocate = allocate_symmetric,
+        tuning: KernelTuning | None = None,
     ) -> None:
         mesh, device = session.mesh, state.device
         group, self._timeout, self._ranks = mesh.scan_groups[0], mesh.timeout, ranks
-        self._state, self._log_decay = state, log_decay
-        own = dist.get_rank(group)
-        cut = CHAIN_KERNEL.cut(ScanRequest(state, log_decay), Wire(group, "chain", False, mesh.timeout), *_TUNING)
+        self._state, self._transition = state, transition
+        own, request = dist.get_rank(group), ScanRequest(state, transition)
+        # As a scan's, blocks of 16,384 elements.
+        wire, tuning = Wire(group, "chain", False, mesh.timeout), tuning or CHAIN_KERNEL.tuning(request)
+        cut = CHAIN_KERNEL.cut(request, wire, tuning, None)
         size = ArenaLayout.of(cut.needed, ranks).size
         memory, parts = allocate(size * (ranks // 2), group, device)
         addresses = [parts[position % 2] + position // 2 * size for position in range(ranks)]
@@ -77,7 +86,7 @@ class TwoGpuChain:
         state, output = self._state, self._outputs[index]
         # No carries: placeholders.
         self._kernel[self._grid](
-            *(state, self._log_decay, state, output, state), *self._arguments[index], num_warps=self._num_warps
+            *(state, self._transition, state, output, state), *self._arguments[index], num_warps=self._num_warps
         )
 
     def check(self) -> None:
@@ -87,7 +96,3 @@ class TwoGpuChain:
                 problem = f"no answer within {self._timeout.total_seconds():g} s"
                 operation = f"chain of {self._ranks}, scan {found[0]}"
                 raise CommunicationError(dist.get_rank(), operation, problem, found[2] % 2)
-
-
-# As a scan's: the measured launch parameters, and blocks of 16,384 elements.
-_TUNING = CHAIN_KERNEL.tuning, None
