@@ -16,8 +16,7 @@ from torch import Tensor
 
 from zeco_train.bench.session import Session
 from zeco_train.collectives.arena import Allocate, Arena, ArenaLayout, allocate_symmetric
-from zeco_train.collectives.one_kernel import CHAIN_KERNEL, KernelTuning
-from zeco_train.collectives.wire import Wire
+from zeco_train.collectives.one_kernel import CHAIN_KERNEL, Kernel, KernelTuning
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest
 
@@ -31,6 +30,7 @@ class TwoGpuChain:
         transition: [B, H, K] or [B, H, K, K], likewise.
         session: two ranks.
         allocate: allocator of symmetric memory.
+        kernel: of All-Scan; all CTAs of `two_shot` must run at once, since every rank waits for every other.
         tuning: launch parameters; None: as a scan's.
 
     Raises:
@@ -44,19 +44,18 @@ class TwoGpuChain:
         transition: Tensor,
         session: Session,
         allocate: Allocate = allocate_symmetric,
+        kernel: Kernel = CHAIN_KERNEL,
         tuning: KernelTuning | None = None,
     ) -> None:
         mesh, device = session.mesh, state.device
         group, self._timeout, self._ranks = mesh.scan_groups[0], mesh.timeout, ranks
         self._state, self._transition = state, transition
         own, request = dist.get_rank(group), ScanRequest(state, transition)
-        # As a scan's, blocks of 16,384 elements.
-        wire, tuning = Wire(group, "chain", False, mesh.timeout), tuning or CHAIN_KERNEL.tuning(request)
-        cut = CHAIN_KERNEL.cut(request, wire, tuning, None)
+        cut = kernel.cut(request, ranks, tuning or kernel.tuning(request), None)
         size = ArenaLayout.of(cut.needed, ranks).size
         memory, parts = allocate(size * (ranks // 2), group, device)
         addresses = [parts[position % 2] + position // 2 * size for position in range(ranks)]
-        self._kernel, self._grid, self._num_warps = CHAIN_KERNEL.load(), (cut.ctas, 1, 1), cut.num_warps
+        self._kernel, self._grid, self._num_warps = kernel.load(), (cut.ctas, 1, 1), cut.num_warps
         # The chain's first rank receives nothing.
         self._outputs = [torch.zeros_like(state) for _ in addresses[own::2]]
         self._streams = [torch.cuda.Stream(device) for _ in self._outputs] if device.type == "cuda" else []

@@ -155,7 +155,7 @@ def test_transport_fallback_is_logged_once(rank: int, world_size: int) -> None:
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan_choice, "request_problem", lambda request: "too large")
+        patch.setattr(scan_choice, "request_problem", lambda *_: "too large")
         patch.setattr(ScanSpec, "over", lambda *_: lambda request: None)
         patch.setattr(zeco, "scan_alone", lambda _: None)
         patch.setattr(scan_choice.logger, "warning", lambda text, *values: said.append(text % values))

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from zeco_train.collectives.arena import Arena, Capacity, ChainCapacity, TwoShotCapacity
-from zeco_train.collectives.wire import Wire
 from zeco_train.ops.seam import ScanRequest, is_matrix
 
 # Tests run the kernels on a CPU under Triton's interpreter.
@@ -32,7 +31,7 @@ class KernelTuning:
 # Measured on 2 and 4 H200s, 1 and 4 MB, over 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would gain
 # up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
 _MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
-_OF_MATRICES, _MATRIX_ROWS = KernelTuning(ctas=64, num_warps=4, elements=4096), 64
+_MATRIX_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -69,28 +68,34 @@ class Kernel:
 
     module: str
     name: str
-    # (request, wire, tuning, blocks) → partitioning of a call
-    cut: Callable[[ScanRequest, Wire, KernelTuning, int | None], Partition]
+    # (request, ranks, tuning, blocks) → partitioning of a call
+    cut: Callable[[ScanRequest, int, KernelTuning, int | None], Partition]
+    most_keys: int  # K of matrices
+    of_matrices: KernelTuning
 
     def tuning(self, request: ScanRequest) -> KernelTuning:
-        return _OF_MATRICES if is_matrix(request.transition) else _MEASURED
+        return self.of_matrices if is_matrix(request.transition) else _MEASURED
 
     def load(self) -> Any:
         return getattr(import_module(self.module), self.name)
 
 
-def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks: int | None) -> Partition:
+def _two_shot_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: int | None) -> Partition:
     # Tiles span all of K and part of V: never cut along K, since a transition may mix a column's elements.
     batch, heads, key_dim, value_dim = request.state.shape
-    rows = power_of_2(key_dim)
-    # At least four columns, one vector access in fp32.
-    columns = max(4, min(power_of_2(value_dim), tuning.elements // rows))
+    matrices = is_matrix(request.transition)
+    rows = max(16 if matrices else 1, power_of_2(key_dim))
+    # At least four columns, one vector access in fp32; sixteen for products.
+    columns = max(16 if matrices else 4, min(power_of_2(value_dim), tuning.elements // rows))
     tiles = batch * heads * -(-value_dim // columns)
-    width = -(-tiles // wire.size)
+    width = -(-tiles // ranks)
     size = request.state.element_size()
     tile = key_dim * columns * size
+    # Of an owner's transitions from one rank: log-decays with each tile, or the matrix of each head that has tiles here.
+    heads_here = min(batch * heads, (width - 2) // -(-value_dim // columns) + 2)
+    transitions = heads_here * key_dim * rows if matrices else width * rows
     return Partition(
-        needed=TwoShotCapacity(width, tiles, width * tile, width * rows * size, tiles * tile),
+        needed=TwoShotCapacity(width, tiles, width * tile, transitions * size, tiles * tile),
         ctas=min(width, tuning.ctas),
         num_warps=tuning.num_warps,
         sizes=(tiles, width),
@@ -98,11 +103,11 @@ def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks
             *("flag_stride", "results_flags", "inbox", "inbox_stride"),
             *("decays_box", "decays_stride", "results", "results_stride"),
         ),
-        constants=(key_dim, value_dim, rows, columns),
+        constants=(key_dim, value_dim, rows, columns, matrices, is_transposed(request.transition)),
     )
 
 
-def _chain_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks: int | None) -> Partition:
+def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: int | None) -> Partition:
     batch, heads, key_dim, value_dim = request.state.shape
     rows = batch * heads * key_dim
     matrices = is_matrix(request.transition)
@@ -146,5 +151,7 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-CHAIN_KERNEL = Kernel("zeco_train.kernels.all_scan.chain", "chain_kernel", _chain_cut)
-TWO_SHOT_KERNEL = Kernel("zeco_train.kernels.all_scan.two_shot", "two_shot_kernel", _two_shot_cut)
+_CHAIN, _TWO_SHOT = "zeco_train.kernels.all_scan.chain", "zeco_train.kernels.all_scan.two_shot"
+CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(ctas=64, num_warps=4, elements=4096))
+# An owner's CTA has a whole matrix at a time in its registers.
+TWO_SHOT_KERNEL = Kernel(_TWO_SHOT, "two_shot_kernel", _two_shot_cut, 128, KernelTuning(32, 8, 2048))

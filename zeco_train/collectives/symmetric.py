@@ -41,13 +41,15 @@ WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a
 logger = logging.getLogger(__name__)
 
 
-def request_problem(request: ScanRequest) -> str | None:
-    """Why the kernels, whose tiles span all of K, or of V, do not support a scan; None if they do."""
+def request_problem(request: ScanRequest, kernel: Kernel) -> str | None:
+    """Why a kernel, whose tiles span all of K, or of V, does not support a scan; None if it does."""
     batch, heads, key_dim, value_dim = request.state.shape
-    if matrices := is_matrix(request.transition):
+    if is_matrix(request.transition):
+        if key_dim > kernel.most_keys:
+            return f"matrices, K={key_dim}"
         value_dim = max(key_dim, value_dim)
-    if key_dim > (256 if matrices else 2048) or value_dim > 4096:
-        return f"{'matrices of ' * matrices}K={key_dim}, V={value_dim}"
+    elif key_dim > 2048 or value_dim > 4096:
+        return f"K={key_dim}, V={value_dim}"
     # The kernels' offsets are 32-bit (`kernels/all_scan/__init__.py`).
     elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
@@ -194,7 +196,7 @@ class SymmetricScans:
                 )
             self._worker.check()  # peers may be gone
             with torch.cuda.device_of(state):
-                cut = kernel.cut(request, wire, tuning, blocks)
+                cut = kernel.cut(request, wire.size, tuning, blocks)
                 arena, seconds = self._arena(cut.needed, request, wire), self._worker.timeout.total_seconds()
                 fixed = cut.arguments(
                     arena, wire.position, wire.size, seconds, has_carry=has_carry, want_carry=want_carry

@@ -91,11 +91,14 @@ class ScanChooser:
         Raises ConfigError, on all ranks, if `transport=symmetric`, and the ranks or the scan do not support it.
         """
         link = self.link(request.state.device)
-        problem = request_problem(request) if link is Link.symmetric else None
-        if problem is not None:
-            self._fall_back(problem)
-            # The ranks could use symmetric memory, so they are on one machine.
-            link = Link.nccl
+        if link is Link.symmetric:
+            problems = [scan.kernel and request_problem(request, scan.kernel) for scan in scans]
+            able = [scan for scan, problem in zip(scans, problems, strict=True) if scan.kernel and problem is None]
+            if not able:
+                self._fall_back(next(filter(None, problems)))
+                # The ranks could use symmetric memory, so they are on one machine.
+                link = Link.nccl
+            scans = able or scans
         choice = fastest_scan(scans, MEASURED[link], load, self._blocks)
         if _is_main():
             logger.info("all-scan of %.3g MB over %d ranks: %s", load.state_bytes / 1e6, load.ranks, choice)

@@ -158,3 +158,33 @@ def flag_at(address):
 def data_at(address, like):
     """A pointer to elements of the type that `like` points to; arenas keep everything on 16 bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def load_matrix(x, head, row, end, K: tl.constexpr, KB: tl.constexpr, SUB: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[SUB, KB], rows from `row` on, below `end`, of the matrix of the head that begins at row `head`; zeros outside."""
+    r, k = row + tl.arange(0, SUB)[:, None], tl.arange(0, KB)[None, :]
+    places = head * K + k * K + (r - head) if TRANSPOSED else r * K + k
+    return tl.load(x + places, mask=(r < end) & (k < K), other=0.0)
+
+
+@triton.jit
+def split(x):
+    """Three tensors in bf16, the sum of which is x but for 2⁻²⁴ of it; of fp64 x itself."""
+    if x.dtype == tl.float64:
+        return x, x, x
+    else:
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def product(a, b):
+    """a b of two matrices, each `split`, on tensor cores with the error of fp32; the smallest terms first."""
+    if a[0].dtype == tl.float64:
+        return tl.dot(a[0], b[0], out_dtype=tl.float64)
+    else:
+        total = tl.dot(a[2], b[0], tl.dot(a[1], b[1], tl.dot(a[0], b[2])))
+        return tl.dot(a[0], b[0], tl.dot(a[1], b[0], tl.dot(a[0], b[1], total)))
