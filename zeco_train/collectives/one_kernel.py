@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from zeco_train.collectives.arena import Arena, Capacity, ChainCapacity, TwoShotCapacity
+from zeco_train.collectives.cost_model import Load
 from zeco_train.ops.seam import ScanRequest, is_matrix
 
 # Tests run the kernels on a CPU under Triton's interpreter.
@@ -73,6 +74,9 @@ class Kernel:
     most_keys: int  # K of matrices
     of_matrices: KernelTuning
 
+    def serves(self, load: Load) -> bool:
+        return not load.matrices or load.shape[2] <= self.most_keys
+
     def tuning(self, request: ScanRequest) -> KernelTuning:
         return self.of_matrices if is_matrix(request.transition) else _MEASURED
 
@@ -91,7 +95,7 @@ def _two_shot_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks
     width = -(-tiles // ranks)
     size = request.state.element_size()
     tile = key_dim * columns * size
-    # Of an owner's transitions from one rank: log-decays with each tile, or the matrix of each head that has tiles here.
+    # An owner's transitions from one rank: log-decays of each tile, or the matrix of each head that has tiles here.
     heads_here = min(batch * heads, (width - 2) // -(-value_dim // columns) + 2)
     transitions = heads_here * key_dim * rows if matrices else width * rows
     return Partition(

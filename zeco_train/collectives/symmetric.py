@@ -41,15 +41,13 @@ WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a
 logger = logging.getLogger(__name__)
 
 
-def request_problem(request: ScanRequest, kernel: Kernel) -> str | None:
-    """Why a kernel, whose tiles span all of K, or of V, does not support a scan; None if it does."""
+def request_problem(request: ScanRequest) -> str | None:
+    """Why the kernels, whose tiles span all of K, or of V, support no scan of this size; None if they do."""
     batch, heads, key_dim, value_dim = request.state.shape
-    if is_matrix(request.transition):
-        if key_dim > kernel.most_keys:
-            return f"matrices, K={key_dim}"
-        value_dim = max(key_dim, value_dim)
-    elif key_dim > 2048 or value_dim > 4096:
+    if key_dim > 2048 or value_dim > 4096:
         return f"K={key_dim}, V={value_dim}"
+    if is_matrix(request.transition):
+        value_dim = max(key_dim, value_dim)
     # The kernels' offsets are 32-bit (`kernels/all_scan/__init__.py`).
     elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
@@ -149,7 +147,8 @@ class SymmetricScans:
         # Prepare before involving the worker: a refused call then fails no other scan and keeps its stream out of a
         # capture.
         assert kernel is not None
-        prepared = self._prepared(request, kernel, self._tuning.get(algorithm.name) or kernel.tuning(request), blocks, wire)
+        tuning = self._tuning.get(algorithm.name) or kernel.tuning(request)
+        prepared = self._prepared(request, kernel, tuning, blocks, wire)
         return self._worker.launch(_OneKernel(request, operation, prepared, self._cached_zeros))
 
     def check(self) -> None:

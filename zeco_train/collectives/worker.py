@@ -329,5 +329,5 @@ class ScanSpec:
         options = {} if self.best_blocks is None else {"blocks": blocks or 1}
         return partial(self.launch, worker=worker, **options)
 
-    def runs_on(self, link: Link) -> bool:
-        return link is not Link.symmetric or self.kernel is not None
+    def runs_on(self, link: Link, load: Load) -> bool:
+        return link is not Link.symmetric or (self.kernel is not None and self.kernel.serves(load))

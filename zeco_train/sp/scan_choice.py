@@ -52,7 +52,7 @@ def fastest_scan(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: in
     """
     choices = []
     for scan in scans:
-        if scan.runs_on(costs.link):
+        if scan.runs_on(costs.link, load):
             count = blocks if scan.best_blocks else None
             if count is None and scan.best_blocks and costs.link is not Link.symmetric:
                 count = scan.best_blocks(costs, load)
@@ -91,14 +91,13 @@ class ScanChooser:
         Raises ConfigError, on all ranks, if `transport=symmetric`, and the ranks or the scan do not support it.
         """
         link = self.link(request.state.device)
-        if link is Link.symmetric:
-            problems = [scan.kernel and request_problem(request, scan.kernel) for scan in scans]
-            able = [scan for scan, problem in zip(scans, problems, strict=True) if scan.kernel and problem is None]
-            if not able:
-                self._fall_back(next(filter(None, problems)))
-                # The ranks could use symmetric memory, so they are on one machine.
-                link = Link.nccl
-            scans = able or scans
+        problem = request_problem(request) if link is Link.symmetric else None
+        if problem is None and not any(scan.runs_on(link, load) for scan in scans):
+            problem = f"no kernel for matrices of K={load.shape[2]}"
+        if problem is not None:
+            self._fall_back(problem)
+            # The ranks could use symmetric memory, so they are on one machine.
+            link = Link.nccl
         choice = fastest_scan(scans, MEASURED[link], load, self._blocks)
         if _is_main():
             logger.info("all-scan of %.3g MB over %d ranks: %s", load.state_bytes / 1e6, load.ranks, choice)

@@ -162,7 +162,7 @@ def data_at(address, like):
 
 @triton.jit
 def load_matrix(x, head, row, end, K: tl.constexpr, KB: tl.constexpr, SUB: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """[SUB, KB], rows from `row` on, below `end`, of the matrix of the head that begins at row `head`; zeros outside."""
+    """[SUB, KB] of the matrix of the head that begins at row `head`, from `row` on, below `end`; zeros outside."""
     r, k = row + tl.arange(0, SUB)[:, None], tl.arange(0, KB)[None, :]
     places = head * K + k * K + (r - head) if TRANSPOSED else r * K + k
     return tl.load(x + places, mask=(r < end) & (k < K), other=0.0)
@@ -172,19 +172,21 @@ def load_matrix(x, head, row, end, K: tl.constexpr, KB: tl.constexpr, SUB: tl.co
 def split(x):
     """Three tensors in bf16, the sum of which is x but for 2⁻²⁴ of it; of fp64 x itself."""
     if x.dtype == tl.float64:
-        return x, x, x
+        parts = x, x, x
     else:
         high = x.to(tl.bfloat16)
         rest = x - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
-        return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        parts = high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return parts
 
 
 @triton.jit
 def product(a, b):
-    """a b of two matrices, each `split`, on tensor cores with the error of fp32; the smallest terms first."""
+    """The product of two matrices, each `split`, on tensor cores with the error of fp32; the smallest terms first."""
     if a[0].dtype == tl.float64:
-        return tl.dot(a[0], b[0], out_dtype=tl.float64)
+        total = tl.dot(a[0], b[0], out_dtype=tl.float64)
     else:
         total = tl.dot(a[2], b[0], tl.dot(a[1], b[1], tl.dot(a[0], b[2])))
-        return tl.dot(a[0], b[0], tl.dot(a[1], b[0], tl.dot(a[0], b[1], total)))
+        total = tl.dot(a[0], b[0], tl.dot(a[1], b[0], tl.dot(a[0], b[1], total)))
+    return total

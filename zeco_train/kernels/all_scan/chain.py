@@ -49,9 +49,11 @@ def rows_of(unit, rows, block_rows, SUB: tl.constexpr, MATRIX: tl.constexpr):
         TILES: tl.constexpr = (MATRIX + SUB - 1) // SUB
         head = unit // TILES * MATRIX
         first = head + unit % TILES * SUB
-        return first, tl.minimum(first + SUB, head + MATRIX)
+        end = tl.minimum(first + SUB, head + MATRIX)
     else:
-        return unit * block_rows, tl.minimum((unit + 1) * block_rows, rows)
+        first = unit * block_rows
+        end = tl.minimum(first + block_rows, rows)
+    return first, end
 
 
 @triton.jit(do_not_specialize=["rows", "block_rows", "runs", "limit"])

@@ -123,18 +123,19 @@ def first_turn(control, epoch, width, MATRIX: tl.constexpr):
         turn = 2 * width
         if all_started(control, epoch):
             turn = take(control)
-        return turn
     else:
-        return tl.program_id(0)
+        turn = tl.program_id(0)
+    return turn
 
 
 @triton.jit
 def next_turn(turn, control, before, MATRIX: tl.constexpr):
     """The next tile of a step, which has `before` turns before it."""
     if MATRIX:
-        return take(control) - before
+        turn = take(control) - before
     else:
-        return turn + tl.num_programs(0)
+        turn += tl.num_programs(0)
+    return turn
 
 
 @triton.jit(do_not_specialize=["tiles", "width", "limit"])
@@ -212,8 +213,9 @@ def two_shot_kernel(
                     # The load of the next tile overlaps the store of this one.
                     if n + 1 < P:
                         after = ((POSITION + 2 + n) % P) * width + i
+                        exists = after < tiles
                         value_after, decays_after = load_input(
-                            state, transition, carry_in, after, after < tiles, HAS_CARRY, MATRIX, TRANSPOSED, K, V, KB, BV
+                            state, transition, carry_in, after, exists, HAS_CARRY, MATRIX, TRANSPOSED, K, V, KB, BV
                         )
                     valid = ((POSITION + 1 + n) % P) * width + i < tiles
                     arena = tl.load(peers + (POSITION + 1 + n) % P)
