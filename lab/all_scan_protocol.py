@@ -1,7 +1,8 @@
 """Question: is the one-kernel All-Scan's protocol correct in every order of steps, and is each of its rules needed?
 Command: python -m lab.all_scan_protocol [--orders 25]
 Date: 2026-11-27, 2 CPU cores
-Answer: yes, in 25 random orders of chain, of two_shot and of both in turn; without any one rule an order fails.
+Answer: yes, in 400 random orders of chain, of two_shot and of both in turn, with log-decays and with matrices, also if
+    not all CTAs of a rank run at a time; without any one rule an order fails.
 
 A model of the protocol of `zeco_train/kernels/all_scan/__init__.py`. Ranks run kernels one after another, a kernel's
 CTAs in any order, and each load, store and signal of a cell is a step. Cells record which rank wrote which data in
@@ -28,13 +29,23 @@ class ProtocolError(AssertionError):
 
 @dataclass(frozen=True)
 class Call:
-    """A scan as all ranks launch it. Tiles are `tile` cells each; `chain` calls them blocks."""
+    """A scan as all ranks launch it. Tiles are `tile` cells each; `chain` calls them blocks.
+
+    With matrices, each head has `group` tiles: of rows, all of which a fold reads (`chain`), or of columns, each with a
+    share of the matrix (`two_shot`). 1: with log-decays.
+    """
 
     algorithm: str
     tiles: int
     tile: int
     ctas: int
     carry: bool
+    group: int = 1
+
+    def together(self, tile: int, first: int = 0, last: int = 1 << 30) -> range:
+        """The tiles of this one's head, from `first` on and before `last`."""
+        head = tile // self.group * self.group
+        return range(max(head, first), min(head + self.group, self.tiles, last))
 
 
 @dataclass
@@ -45,6 +56,7 @@ class Memory:
     cells: dict[object, object] = field(default_factory=dict)
     epoch: int = 0
     arrived: int = 0
+    taken: int = 0
 
 
 class Model:
@@ -55,6 +67,7 @@ class Model:
     def __init__(self, ranks: int, calls: list[Call], mutations: tuple[str, ...], seed: int) -> None:
         self.ranks, self.calls, self.mutations = ranks, calls, mutations
         self.random = random.Random(seed)
+        self.resident = self.random.choice((1, 2, 3))  # CTAs of a rank that run at a time
         self.memory = {(rank, name): Memory() for rank in range(ranks) for name in ("chain", "two_shot")}
 
     def run(self) -> None:
@@ -70,20 +83,21 @@ class Model:
                     running[rank] = [(steps, None) for steps in self.kernel(rank, queue.pop(0))]
             if not any(running):
                 return
+            # The others start when one of these ends.
             able = [
                 (rank, cta)
                 for rank, ctas in enumerate(running)
-                for cta, (_, awaited) in enumerate(ctas)
+                for cta, (_, awaited) in enumerate(ctas[: self.resident])
                 if awaited is None or awaited()
             ]
             if not able:
                 raise ProtocolError("nobody can go on")
             rank, cta = self.random.choices(able, [speeds[rank] for rank, _ in able])[0]
-            steps, _ = running[rank].pop(cta)
+            steps, _ = running[rank][cta]
             try:
-                running[rank].append((steps, next(steps)))
+                running[rank][cta] = steps, next(steps)
             except StopIteration:
-                continue
+                del running[rank][cta]
 
     def kernel(self, rank: int, call: Call) -> list[Steps]:
         body = self.chain if call.algorithm == "chain" else self.two_shot
@@ -99,7 +113,14 @@ class Model:
         if memory.arrived == call.ctas or "the first CTA advances the epoch" in self.mutations:
             memory.epoch = epoch
         if memory.arrived == call.ctas:
-            memory.arrived = 0
+            memory.arrived = memory.taken = 0
+
+    def turns(self, memory: Memory, epoch: int, count: int) -> Iterator[int]:
+        """Numbers that this CTA takes, once all have started; none if some have not."""
+        if memory.epoch == epoch or "wait before all have started" in self.mutations:
+            while (turn := memory.taken) < count:
+                memory.taken += 1
+                yield turn
 
     def reached(self, memory: Memory, flag: object, epoch: int) -> Callable[[], bool]:
         if "wait for equality" in self.mutations:
@@ -132,9 +153,10 @@ class Model:
         epoch = self.epoch_of(own)
         yield None
         width = -(-call.tiles // self.ranks)
-        mine = range(cta, width, call.ctas)
         last = self.ranks if call.carry else self.ranks - 1
-        for i in mine:
+        if call.group > 1:
+            self.advance(own, epoch, call)
+        for i in range(cta, width, call.ctas):
             for owner in range(self.ranks):
                 if owner * width + i < call.tiles and rank < last:
                     first = self.start_of(epoch, call, self.ranks, rank) + i * call.tile
@@ -143,69 +165,87 @@ class Model:
                 if owner * width + i < call.tiles:
                     peers[owner].flags["input", rank, i] = epoch
                     yield None
-        self.advance(own, epoch, call)
+        if call.group == 1:
+            self.advance(own, epoch, call)
         yield None
-        for i in mine:
-            tile = rank * width + i
-            if tile >= call.tiles:
-                continue
-            awaited = range(last) if "wait for needed inputs only" in self.mutations else range(self.ranks)
+        steps = [*range(cta, width, call.ctas), *range(width + cta, 2 * width, call.ctas)]
+        for turn in steps if call.group == 1 else self.turns(own, epoch, 2 * width):
+            step = self.scan_tile if turn < width else self.copy_results
+            yield from step(rank, call, epoch, turn % width, width)
+
+    def scan_tile(self, rank: int, call: Call, epoch: int, i: int, width: int) -> Steps:
+        peers = [self.memory[p, "two_shot"] for p in range(self.ranks)]
+        own, last = peers[rank], self.ranks if call.carry else self.ranks - 1
+        tile = rank * width + i
+        if tile >= call.tiles:
+            return
+        # Of a head with a matrix also the other tiles, which carry shares of it.
+        together = [other - rank * width for other in call.together(tile, rank * width, (rank + 1) * width)]
+        awaited = range(last) if "wait for needed inputs only" in self.mutations else range(self.ranks)
+        for other in [i] if "wait for the own tile only" in self.mutations else together:
             for p in awaited:
-                yield self.reached(own, ("input", p, i), epoch)
-            for p in range(self.ranks):
-                first = self.start_of(epoch, call) + tile * call.tile
-                if p > 0:
-                    yield from self.store(peers[p], first, call, "results", (epoch, tile))
-                if "results before the loads" in self.mutations:
-                    peers[p].flags["result", tile] = epoch
-                    yield None
-                if p < last:
-                    first = self.start_of(epoch, call, self.ranks, p) + i * call.tile
-                    yield from self.load(own, first, call, "inbox", (epoch, p, i))
-            for p in range(self.ranks):
-                if call.carry:
-                    first = self.start_of(epoch, call) + tile * call.tile
-                    yield from self.store(peers[p], first, call, "carries", (epoch, tile))
-            for p in range(self.ranks):
+                yield self.reached(own, ("input", p, other), epoch)
+        for p in range(self.ranks):
+            first = self.start_of(epoch, call) + tile * call.tile
+            if p > 0:
+                yield from self.store(peers[p], first, call, "results", (epoch, tile))
+            if "results before the loads" in self.mutations:
                 peers[p].flags["result", tile] = epoch
                 yield None
-        for i in mine:
-            for owner in range(self.ranks):
-                tile = owner * width + i
-                if tile < call.tiles and not (rank == 0 and "the first rank waits for nobody" in self.mutations):
-                    yield self.reached(own, ("result", tile), epoch)
-                    first = self.start_of(epoch, call) + tile * call.tile
-                    if rank > 0:
-                        yield from self.load(own, first, call, "results", (epoch, tile))
-                    if call.carry:
-                        yield from self.load(own, first, call, "carries", (epoch, tile))
+            for other in together if p < last else ():
+                first = self.start_of(epoch, call, self.ranks, p) + other * call.tile
+                yield from self.load(own, first, call, "inbox", (epoch, p, other))
+        for p in range(self.ranks):
+            if call.carry:
+                first = self.start_of(epoch, call) + tile * call.tile
+                yield from self.store(peers[p], first, call, "carries", (epoch, tile))
+        for p in range(self.ranks):
+            peers[p].flags["result", tile] = epoch
+            yield None
+
+    def copy_results(self, rank: int, call: Call, epoch: int, i: int, width: int) -> Steps:
+        own = self.memory[rank, "two_shot"]
+        for owner in range(self.ranks):
+            tile = owner * width + i
+            if tile < call.tiles and not (rank == 0 and "the first rank waits for nobody" in self.mutations):
+                yield self.reached(own, ("result", tile), epoch)
+                first = self.start_of(epoch, call) + tile * call.tile
+                if rank > 0:
+                    yield from self.load(own, first, call, "results", (epoch, tile))
+                if call.carry:
+                    yield from self.load(own, first, call, "carries", (epoch, tile))
 
     def chain(self, rank: int, call: Call, cta: int) -> Steps:
         peers = [self.memory[p, "chain"] for p in range(self.ranks)]
         own = peers[rank]
         epoch = self.epoch_of(own)
         yield None
-        if rank > 0:
-            if cta == 0:
-                peers[rank - 1].flags["credit"] = epoch - 1
-                yield None
+        if rank > 0 and cta == 0:
+            peers[rank - 1].flags["credit"] = epoch - 1
+            yield None
+        if rank > 0 or call.carry:
             self.advance(own, epoch, call)
         end = self.ranks - 1
+        one = Call("chain", 1, 1, 1, call.carry)
         for block in range(cta, call.tiles, call.ctas):
+            # A fold by a matrix reads all rows.
+            together = call.together(block)
             if rank > 0:
-                yield self.reached(own, ("block", block), epoch)
+                for other in [block] if "wait for the own tile only" in self.mutations else together:
+                    yield self.reached(own, ("block", other), epoch)
             if rank < end and "no credit" not in self.mutations:
                 yield lambda: own.flags["credit"] >= epoch - 2
-            first = self.start_of(epoch, call) + block * call.tile
-            for cell in range(first, first + call.tile):
-                one = Call("chain", 1, 1, 1, call.carry)
-                if rank > 0:
-                    yield from self.load(own, cell, one, "inbox", (epoch, cell))
+            if rank > 0:
+                for other in together:
+                    for cell in range(other * call.tile, (other + 1) * call.tile):
+                        yield from self.load(own, self.start_of(epoch, call) + cell, one, "inbox", (epoch, cell))
+            for number in range(block * call.tile, (block + 1) * call.tile):
+                cell = self.start_of(epoch, call) + number
                 if rank < end:
-                    yield from self.store(peers[rank + 1], cell, one, "inbox", (epoch, cell))
+                    yield from self.store(peers[rank + 1], cell, one, "inbox", (epoch, number))
                 elif call.carry:
                     for p in range(end):
-                        yield from self.store(peers[p], cell, one, "carries", (epoch, cell))
+                        yield from self.store(peers[p], cell, one, "carries", (epoch, number))
             if rank < end:
                 peers[rank + 1].flags["block", block] = epoch
                 yield None
@@ -213,14 +253,14 @@ class Model:
                 for p in range(end):
                     peers[p].flags["carry", block] = epoch
                     yield None
-        if rank == 0:
+        if rank == 0 and not call.carry:
             self.advance(own, epoch, call)
         if call.carry and rank < end:
-            for block in range(cta, call.tiles, call.ctas):
+            for block in self.turns(own, epoch, call.tiles):
                 yield self.reached(own, ("carry", block), epoch)
-                first = self.start_of(epoch, call) + block * call.tile
-                for cell in range(first, first + call.tile):
-                    yield from self.load(own, cell, Call("chain", 1, 1, 1, True), "carries", (epoch, cell))
+                for number in range(block * call.tile, (block + 1) * call.tile):
+                    cell = self.start_of(epoch, call) + number
+                    yield from self.load(own, cell, one, "carries", (epoch, number))
 
 
 # By algorithm, the rules without which it is wrong: each alone, but the last two with one buffer in place of two.
@@ -231,10 +271,14 @@ RULES = {
         ("wait for equality",),
         ("layout from the shape",),
         ("the first CTA advances the epoch",),
+        ("wait for the own tile only",),
+        ("wait before all have started",),
     ),
     "two_shot": (
         ("wait for needed inputs only",),
         ("the first CTA advances the epoch",),
+        ("wait for the own tile only",),
+        ("wait before all have started",),
         # With two buffers, chosen by parity, neither of these alone is an error.
         ("one buffer", "results before the loads"),
         ("one buffer", "the first rank waits for nobody"),
@@ -253,6 +297,7 @@ def run(seed: int, algorithms: Sequence[str], *mutations: str) -> None:
             tile=numbers.choice((1, 2, 3)),
             ctas=numbers.choice((1, 2, 3)),
             carry=numbers.random() < 0.3,
+            group=numbers.choice((1, 1, 2, 3)),
         )
         for _ in range(6)
     ]
