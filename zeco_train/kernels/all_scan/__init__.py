@@ -185,10 +185,17 @@ def split(x):
 
 @triton.jit
 def product(a, b):
-    """The product of two matrices, each `split`, on tensor cores with the error of fp32; the smallest terms first."""
+    """The product of two matrices, each `split`, on tensor cores with the error of fp32; the smallest terms first.
+
+    Tensor cores truncate their sums, always towards 0. So those of the largest term are of 32 products each, 0 for all
+    other k, and are added up with rounding: a number of imprecise sums keeps Triton from doing so on tensor cores.
+    """
     if a[0].dtype == tl.float64:
         total = tl.dot(a[0], b[0], out_dtype=tl.float64)
     else:
         total = tl.dot(a[2], b[0], tl.dot(a[1], b[1], tl.dot(a[0], b[2])))
-        total = tl.dot(a[0], b[0], tl.dot(a[1], b[0], tl.dot(a[0], b[1], total)))
+        total = tl.dot(a[1], b[0], tl.dot(a[0], b[1], total))
+        part = tl.arange(0, b[0].shape[0])[:, None] // 32
+        for n in tl.static_range((b[0].shape[0] + 31) // 32):
+            total += tl.dot(a[0], tl.where(part == n, b[0], 0.0).to(tl.bfloat16), max_num_imprecise_acc=32)
     return total
