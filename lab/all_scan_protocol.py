@@ -31,8 +31,7 @@ class ProtocolError(AssertionError):
 class Call:
     """A scan as all ranks launch it. Tiles are `tile` cells each; `chain` calls them blocks.
 
-    With matrices, each head has `group` tiles: of rows, all of which a fold reads (`chain`), or of columns, each with a
-    share of the matrix (`two_shot`). 1: with log-decays.
+    With matrices, each head has `group` tiles of rows, all of which a fold of `chain` reads; 1: with log-decays.
     """
 
     algorithm: str
@@ -42,10 +41,10 @@ class Call:
     carry: bool
     group: int = 1
 
-    def together(self, tile: int, first: int = 0, last: int = 1 << 30) -> range:
-        """The tiles of this one's head, from `first` on and before `last`."""
+    def together(self, tile: int) -> range:
+        """The tiles of this one's head."""
         head = tile // self.group * self.group
-        return range(max(head, first), min(head + self.group, self.tiles, last))
+        return range(head, min(head + self.group, self.tiles))
 
 
 @dataclass
@@ -153,10 +152,9 @@ class Model:
         epoch = self.epoch_of(own)
         yield None
         width = -(-call.tiles // self.ranks)
+        mine = range(cta, width, call.ctas)
         last = self.ranks if call.carry else self.ranks - 1
-        if call.group > 1:
-            self.advance(own, epoch, call)
-        for i in range(cta, width, call.ctas):
+        for i in mine:
             for owner in range(self.ranks):
                 if owner * width + i < call.tiles and rank < last:
                     first = self.start_of(epoch, call, self.ranks, rank) + i * call.tile
@@ -165,55 +163,42 @@ class Model:
                 if owner * width + i < call.tiles:
                     peers[owner].flags["input", rank, i] = epoch
                     yield None
-        if call.group == 1:
-            self.advance(own, epoch, call)
+        self.advance(own, epoch, call)
         yield None
-        steps = [*range(cta, width, call.ctas), *range(width + cta, 2 * width, call.ctas)]
-        for turn in steps if call.group == 1 else self.turns(own, epoch, 2 * width):
-            step = self.scan_tile if turn < width else self.copy_results
-            yield from step(rank, call, epoch, turn % width, width)
-
-    def scan_tile(self, rank: int, call: Call, epoch: int, i: int, width: int) -> Steps:
-        peers = [self.memory[p, "two_shot"] for p in range(self.ranks)]
-        own, last = peers[rank], self.ranks if call.carry else self.ranks - 1
-        tile = rank * width + i
-        if tile >= call.tiles:
-            return
-        # Of a head with a matrix also the other tiles, which carry shares of it.
-        together = [other - rank * width for other in call.together(tile, rank * width, (rank + 1) * width)]
-        awaited = range(last) if "wait for needed inputs only" in self.mutations else range(self.ranks)
-        for other in [i] if "wait for the own tile only" in self.mutations else together:
+        for i in mine:
+            tile = rank * width + i
+            if tile >= call.tiles:
+                continue
+            awaited = range(last) if "wait for needed inputs only" in self.mutations else range(self.ranks)
             for p in awaited:
-                yield self.reached(own, ("input", p, other), epoch)
-        for p in range(self.ranks):
-            first = self.start_of(epoch, call) + tile * call.tile
-            if p > 0:
-                yield from self.store(peers[p], first, call, "results", (epoch, tile))
-            if "results before the loads" in self.mutations:
+                yield self.reached(own, ("input", p, i), epoch)
+            for p in range(self.ranks):
+                first = self.start_of(epoch, call) + tile * call.tile
+                if p > 0:
+                    yield from self.store(peers[p], first, call, "results", (epoch, tile))
+                if "results before the loads" in self.mutations:
+                    peers[p].flags["result", tile] = epoch
+                    yield None
+                if p < last:
+                    first = self.start_of(epoch, call, self.ranks, p) + i * call.tile
+                    yield from self.load(own, first, call, "inbox", (epoch, p, i))
+            for p in range(self.ranks):
+                if call.carry:
+                    first = self.start_of(epoch, call) + tile * call.tile
+                    yield from self.store(peers[p], first, call, "carries", (epoch, tile))
+            for p in range(self.ranks):
                 peers[p].flags["result", tile] = epoch
                 yield None
-            for other in together if p < last else ():
-                first = self.start_of(epoch, call, self.ranks, p) + other * call.tile
-                yield from self.load(own, first, call, "inbox", (epoch, p, other))
-        for p in range(self.ranks):
-            if call.carry:
-                first = self.start_of(epoch, call) + tile * call.tile
-                yield from self.store(peers[p], first, call, "carries", (epoch, tile))
-        for p in range(self.ranks):
-            peers[p].flags["result", tile] = epoch
-            yield None
-
-    def copy_results(self, rank: int, call: Call, epoch: int, i: int, width: int) -> Steps:
-        own = self.memory[rank, "two_shot"]
-        for owner in range(self.ranks):
-            tile = owner * width + i
-            if tile < call.tiles and not (rank == 0 and "the first rank waits for nobody" in self.mutations):
-                yield self.reached(own, ("result", tile), epoch)
-                first = self.start_of(epoch, call) + tile * call.tile
-                if rank > 0:
-                    yield from self.load(own, first, call, "results", (epoch, tile))
-                if call.carry:
-                    yield from self.load(own, first, call, "carries", (epoch, tile))
+        for i in mine:
+            for owner in range(self.ranks):
+                tile = owner * width + i
+                if tile < call.tiles and not (rank == 0 and "the first rank waits for nobody" in self.mutations):
+                    yield self.reached(own, ("result", tile), epoch)
+                    first = self.start_of(epoch, call) + tile * call.tile
+                    if rank > 0:
+                        yield from self.load(own, first, call, "results", (epoch, tile))
+                    if call.carry:
+                        yield from self.load(own, first, call, "carries", (epoch, tile))
 
     def chain(self, rank: int, call: Call, cta: int) -> Steps:
         peers = [self.memory[p, "chain"] for p in range(self.ranks)]
@@ -277,8 +262,6 @@ RULES = {
     "two_shot": (
         ("wait for needed inputs only",),
         ("the first CTA advances the epoch",),
-        ("wait for the own tile only",),
-        ("wait before all have started",),
         # With two buffers, chosen by parity, neither of these alone is an error.
         ("one buffer", "results before the loads"),
         ("one buffer", "the first rank waits for nobody"),

@@ -39,7 +39,7 @@ class TwoShotCapacity(NamedTuple):
     width: int = 1 << 10  # tiles per owner
     tiles: int = 1 << 12  # in total
     slot: int = 1 << 20  # bytes of one rank's part of an owner's tiles
-    decays: int = 1 << 16  # bytes of their log-decays
+    factors: int = 1 << 16  # bytes of their transitions
     results: int = 1 << 22  # bytes of all results
 
 
@@ -80,12 +80,12 @@ class ArenaLayout:
             layout.place("input_flags", ranks * capacity.width * 4)
             layout.place("results_flags", capacity.tiles * 4)
             layout.place("inbox", 2 * ranks * _aligned(capacity.slot))
-            layout.place("decays_box", 2 * ranks * _aligned(capacity.decays))
+            layout.place("factors_box", 2 * ranks * _aligned(capacity.factors))
             # For each parity the incoming states, then the carries.
             layout.place("results", 2 * 2 * _aligned(capacity.results))
             layout.offsets["flag_stride"] = capacity.width
             layout.offsets["inbox_stride"] = _aligned(capacity.slot)
-            layout.offsets["decays_stride"] = _aligned(capacity.decays)
+            layout.offsets["factors_stride"] = _aligned(capacity.factors)
             layout.offsets["results_stride"] = _aligned(capacity.results)
         else:
             layout.place("flags", capacity.blocks * 4)

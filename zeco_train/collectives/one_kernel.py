@@ -95,9 +95,7 @@ def _two_shot_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks
     width = -(-tiles // ranks)
     size = request.state.element_size()
     tile = key_dim * columns * size
-    # An owner's transitions from one rank: log-decays of each tile, or the matrix of each head that has tiles here.
-    heads_here = min(batch * heads, (width - 2) // -(-value_dim // columns) + 2)
-    transitions = heads_here * key_dim * rows if matrices else width * rows
+    transitions = width * rows * (rows if matrices else 1)
     return Partition(
         needed=TwoShotCapacity(width, tiles, width * tile, transitions * size, tiles * tile),
         ctas=min(width, tuning.ctas),
@@ -105,7 +103,7 @@ def _two_shot_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks
         sizes=(tiles, width),
         places=(
             *("flag_stride", "results_flags", "inbox", "inbox_stride"),
-            *("decays_box", "decays_stride", "results", "results_stride"),
+            *("factors_box", "factors_stride", "results", "results_stride"),
         ),
         constants=(key_dim, value_dim, rows, columns, matrices, is_transposed(request.transition)),
     )
@@ -157,5 +155,4 @@ def power_of_2(number: int) -> int:
 
 _CHAIN, _TWO_SHOT = "zeco_train.kernels.all_scan.chain", "zeco_train.kernels.all_scan.two_shot"
 CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(ctas=64, num_warps=4, elements=4096))
-# An owner's CTA has a whole matrix at a time in its registers.
-TWO_SHOT_KERNEL = Kernel(_TWO_SHOT, "two_shot_kernel", _two_shot_cut, 128, KernelTuning(32, 8, 2048))
+TWO_SHOT_KERNEL = Kernel(_TWO_SHOT, "two_shot_kernel", _two_shot_cut, 128, KernelTuning(32, 8, 4096))
