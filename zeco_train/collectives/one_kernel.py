@@ -73,6 +73,7 @@ class Kernel:
     cut: Callable[[ScanRequest, int, KernelTuning, int | None], Partition]
     most_keys: int  # K of matrices
     of_matrices: KernelTuning
+    measured: bool  # with matrices; if not, `auto` never takes it for them
 
     def serves(self, load: Load) -> bool:
         return not load.matrices or load.shape[2] <= self.most_keys
@@ -154,5 +155,5 @@ def power_of_2(number: int) -> int:
 
 
 _CHAIN, _TWO_SHOT = "zeco_train.kernels.all_scan.chain", "zeco_train.kernels.all_scan.two_shot"
-CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(ctas=64, num_warps=4, elements=4096))
-TWO_SHOT_KERNEL = Kernel(_TWO_SHOT, "two_shot_kernel", _two_shot_cut, 128, KernelTuning(32, 8, 4096))
+CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(64, 4, 4096), True)
+TWO_SHOT_KERNEL = Kernel(_TWO_SHOT, "two_shot_kernel", _two_shot_cut, 128, KernelTuning(32, 8, 4096), False)
