@@ -185,6 +185,7 @@ def two_shot_kernel(
                 factors_place += i * (KB * WIDTH) + of_factor
                 value = tl.load(place + offsets, mask=inside, other=0.0)
                 factor = tl.load(factors_place, mask=k < K, other=0.0)
+                running = tl.zeros_like(value)
                 target = results + parity * 2 * results_stride
                 for p in tl.static_range(P):
                     if p + 1 < P - 1 or (p + 1 < P and WANT_CARRY):
@@ -197,10 +198,8 @@ def two_shot_kernel(
                     if p > 0:
                         at = data_at(tl.load(peers + p) + target, state) + tile * TILE
                         tl.store(at + offsets, running, mask=inside)
-                    if p == 0:
-                        running = value
-                    elif p < P - 1 or WANT_CARRY:
-                        running = fold(value, factor, running, MATRIX)
+                    if p < P - 1 or WANT_CARRY:
+                        running = value if p == 0 else fold(value, factor, running, MATRIX)
                     if p + 1 < P - 1 or (p + 1 < P and WANT_CARRY):
                         value, factor = value_after, factor_after
                 if WANT_CARRY:
