@@ -121,11 +121,6 @@ class Load:
         return math.prod(self.shape[:3]) * (self.shape[2] if self.matrices else 1) * self.itemsize
 
     @property
-    def matrix_folds(self) -> int:
-        """Folds by matrices, one after another."""
-        return (self.ranks - 2) * self.matrices
-
-    @property
     def columns(self) -> int:
         """H · V columns of K elements each: the finest possible cut of a state."""
         return self.shape[1] * self.shape[3]

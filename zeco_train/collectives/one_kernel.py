@@ -138,8 +138,14 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
         sizes=(rows, block_rows, units * groups),
         places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
         constants=(
-            *(value_dim, columns, held),
-            *(key_dim if matrices else 0, keys, is_transposed(request.transition), pieces, groups),
+            value_dim,
+            columns,
+            held,
+            matrices * key_dim,
+            keys,
+            is_transposed(request.transition),
+            pieces,
+            groups,
         ),
     )
 

@@ -98,8 +98,7 @@ class _OneKernel(ScanJob):
 
     @property
     def is_late(self) -> bool:
-        # Walks of the delta rules need whole multiprocessors, as many as there are: a kernel that waits on some of them
-        # would hold the walks up. The last rank of a chain has nothing to send.
+        # Walks of the delta rules fill the device: a kernel that waits on some multiprocessors would hold them up.
         request, is_end = self.request, self._algorithm.one_way and self.wire.is_last
         return is_end and is_matrix(request.transition) and not request.want_carry
 

@@ -216,10 +216,9 @@ class ScanWorker:
         job.scan = PendingScan(request.want_carry, self._start_late if job.is_late else None)
         self.check()
         self._start_late()
-        if job.is_late:
-            self._late = job
-        else:
-            self._start(job)
+        self._late = job
+        if not job.is_late:
+            self._start_late()
         return job.scan
 
     def _start_late(self) -> None:

@@ -161,8 +161,7 @@ def chain_kernel(
                     if failed == 0:
                         store_rows(sent, row, end, column, folded, V, VB, SUB)
                 elif WANT_CARRY:
-                    if MATRIX:
-                        folded = tl.where(failed != 0, float("nan"), folded)
+                    folded = tl.where(failed != 0, float("nan"), folded)
                     store_rows(carry_out, row, end, column, folded, V, VB, SUB)
                     if failed == 0:
                         for p in tl.static_range(P - 1):
