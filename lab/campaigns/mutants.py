@@ -1,7 +1,7 @@
 """Question: of faults planted in a copy of the code, how many do `verify`, or the tests, notice?
 Command: python -m lab.campaigns.mutants [--judge tests --map FILE] [--only NAME …] [KEY=VALUE of verify …]; --list
-Date: 2026-11-25 and 27, 96 faults of a grid of 244, at 55c9de0 and after `verify` and tests had changed
-Answer: of 95 that change results `verify` 33, then 95; tests 90, then 95. lab/README.md.
+Date: 2026-11-25 and 27, 96 faults of a grid of 244, at 55c9de0 and after `verify` and tests had changed; 96 of 248
+Answer: of 95 that change results `verify` 33, then 95; tests 90, then 95; of the 96 `verify` 96. lab/README.md.
 
 A fault is caught if the judge fails, or does not end in four times its time without a fault. Each campaign first runs
 its judge without a fault, with a probe before each fault's statement: one that is not executed is not caught. Tests are

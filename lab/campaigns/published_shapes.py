@@ -1,9 +1,10 @@
 """Question: how fast, and how exact, are the operators' kernels at shapes that others published?
-Command: python -m lab.campaigns.published_shapes FOLDER [--only TEXT] [--tokens 16384] [--fla] [--no-variations]
+Command: python -m lab.campaigns.published_shapes FOLDER [--only TEXT] [--tokens 16384] [--peer fla] [--no-variations]
     [--bytes]
 Date: 27 November 2026
 Answer: docs/benchmarks.md has the newest table. Each row: forward + backward in a CUDA graph (median, p10, p90),
-    launched one by one, and by fla's function, launched; the largest error against fp64 (1,000 tokens, two documents;
+    launched one by one, and by a peer's function (fla's are given q and k expanded in the call where heads share
+    them; FlashQLA not installed, which fla would call); the largest error against fp64 (1,000 tokens, two documents;
     `operator_shapes.errors_of`); the time, relative to the first, of other decays (none; at most e^-50), of β up to 2,
     and per token of 8 sequences of 2,048 tokens, of 4,096 tokens, of 64 documents and of one sequence of 2,048; what a
     launched call moves to and from memory, by Nsight Compute's counters, relative to `least_bytes`. FOLDER gets them
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from lab.campaigns.operator_shapes import Case, errors_of, inputs
 from zeco_train.ops.mix import mix
+from zeco_train.ops.operator import PeerFunction
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
@@ -120,9 +122,8 @@ def milliseconds(function: Callable[[], object], count: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
-def replayed(case: Case) -> list[float]:
+def replayed(call: Callable[[], object]) -> list[float]:
     """Milliseconds of replays of a call's graph."""
-    call = call_of(case)
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -132,24 +133,34 @@ def replayed(case: Case) -> list[float]:
     return milliseconds(graph.replay, _REPLAYS)
 
 
-def fla_milliseconds(case: Case) -> float | str:
-    """Fla's function for the operator, launched; or why it does not run."""
-    values, operator = inputs(case), OPERATORS[case.operator]
+def peer_milliseconds(case: Case, name: str) -> float | str:
+    """In a graph, or launched where the call waits for the device; or why it does not run."""
+    operator = OPERATORS[case.operator]
     peer = next((peer for peer in operator.peers if peer.decay in (None, "retention")), None)
-    if peer is None or case.G != case.H:
+    if name == "flash_qla" and case.operator == "gated_delta":
+        peer = PeerFunction(name, "chunk_gated_delta_rule")
+    if peer is None or not peer.module.startswith(name):
         return "–"
-    module = importlib.import_module(peer.module)
-    leaves = [values[name].detach().requires_grad_() for name in operator.operands if name != "log_decay"]
+    function = getattr(importlib.import_module(peer.module), peer.function)
+    values = inputs(case)
+    names = [name for name in operator.operands if name != "log_decay"]
+    leaves = [values[name].detach().requires_grad_() for name in names]
+    repeats = case.H // case.G if peer.module.startswith("fla.") else 1
 
     def call() -> object:
-        operands = [x.flatten(2) for x in leaves] if peer.joins_heads else leaves
-        o: Tensor = getattr(module, peer.function)(*operands, **dict(peer.options))[0]
+        full = [x.repeat_interleave(repeats, 2) if name in "qk" else x for name, x in zip(names, leaves, strict=True)]
+        operands = [x.flatten(2) for x in full] if peer.joins_heads else full
+        o: Tensor = function(**dict(zip(names, operands, strict=True)), **dict(peer.options))[0]
         return torch.autograd.grad(o, leaves, values["do"].view(o.shape))
 
     try:
-        return median(milliseconds(call, _CALLS))
+        call()
+        try:
+            return median(replayed(call))
+        except torch.AcceleratorError:
+            return median(milliseconds(call, _CALLS))
     except Exception as error:
-        return f"refuses: {type(error).__name__}"
+        return f"refuses: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
 
 
 def registers(known: set[int]) -> Iterator[dict[str, Any]]:
@@ -187,7 +198,7 @@ def variations(shape: Shape, T: int, base: float) -> dict[str, float]:
     is_delta = "beta" in OPERATORS[shape.operator].operands
     left_out = {*(() if has_decays else ("no decay", "e^-50")), *(() if is_delta else ("β to 2",))}
     return {
-        name: median(replayed(case)) / base * T / (case.B * case.T)
+        name: median(replayed(call_of(case))) / base * T / (case.B * case.T)
         for name, case in cases.items()
         if name not in left_out
     }
@@ -247,14 +258,14 @@ def check(shape: Shape, T: int) -> dict[str, Any]:
 
 def measure(shape: Shape, arguments: argparse.Namespace, known: set[int]) -> dict[str, Any]:
     T = arguments.tokens
-    times = replayed(case_of(shape, 1, T))
+    times = replayed(call_of(case_of(shape, 1, T)))
     p10, *_, p90 = quantiles(times, n=10)
     row: dict[str, Any] = {
         "shape": str(shape), **asdict(shape), "tokens": T, "ms": median(times), "p10": p10, "p90": p90,
         "launched": median(milliseconds(call_of(case_of(shape, 1, T)), _CALLS)),
     }  # fmt: skip
-    if arguments.fla:
-        row["fla"] = fla_milliseconds(case_of(shape, 1, T))
+    if arguments.peer:
+        row[arguments.peer] = peer_milliseconds(case_of(shape, 1, T), arguments.peer)
     if not arguments.no_variations:
         row["relative"] = variations(shape, T, row["ms"])
     row["kernels"] = list(registers(known))
@@ -266,7 +277,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="shapes with this in their line")
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--fla", action="store_true", help="fla's functions, too, which tune for minutes")
+    parser.add_argument("--peer", choices=["fla", "flash_qla"], help="its functions, too, which tune for minutes")
     parser.add_argument("--no-variations", action="store_true")
     parser.add_argument("--processes", type=int, default=8, help="that compile and check (default: 8)")
     parser.add_argument("--bytes", action="store_true", help="that calls move, by ncu's counters")
@@ -310,13 +321,13 @@ def main() -> int:
         rows.append(row)
         (arguments.out / "published_shapes.json").write_text(json.dumps(rows, indent=1))
         relative = "  ".join(f"{name} {value:.2f}" for name, value in row.get("relative", {}).items())
-        fla = row.get("fla", "")
-        fla = f"  fla {fla:.2f}" if isinstance(fla, float) else f"  fla {fla}" * bool(fla)
+        peer = row.get(arguments.peer, "")
+        peer = f"  {arguments.peer} {peer:.3f}" if isinstance(peer, float) else f"  {peer}"
         moves = f"  bytes × {sum(row['bytes'].values()) / row['least_bytes']:.2f}" if "bytes" in row else ""
         spills = max((kernel["spills"] or 0 for kernel in row["kernels"]), default=0)
         print(
             f"{row['shape']:<52}{row['ms']:7.3f} ({row['p10']:.3f}–{row['p90']:.3f})  launched {row['launched']:.3f}"
-            f"{fla}{moves}  error {max(row['errors'].values()):.1e}  spills ≤ {spills}"
+            f"{peer}{moves}  error {max(row['errors'].values()):.1e}  spills ≤ {spills}"
             f"{'  OTHER BITS' * row['differs']}  {relative}", flush=True,
         )  # fmt: skip
     print(rows[-1]["device"] if rows else "no shape")

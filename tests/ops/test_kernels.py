@@ -24,6 +24,7 @@ from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator import Target, assume
 from zeco_train.ops.operator_registry import OPERATORS
+from zeco_train.ops.scalar_decay.kernels.launch import ScalarDecayTuning
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
 
@@ -40,6 +41,9 @@ ONE_SEGMENT = (("programs", 1), ("span", 2))
 _TILES = {name: TileOptions(16, 16, 4, 1) for name in ("outputs", "value_grads", "grads")}
 BY_CHUNKS = (("states", TileOptions(32, 16, 4, 1)), *_TILES.items(), ("chunk", 32), ("span", 2))
 _NARROW_KEYS = TileOptions(16, 32, 4, 1)
+# Pairs apart, in the backward pass, whose chunks are shorter.
+_PAIRS = ScalarDecayTuning(states=_NARROW_KEYS, grads=TileOptions(64, 64, 4, 1), chunk=16, span=4, pairs=True)
+BY_PAIRS = (*BY_CHUNKS, ("states", _NARROW_KEYS), ("backward", _PAIRS))
 BORDERS = (0, 40, 64, 65, 100)
 # Odd lengths and dims, long and short segments, decays down to e^-50 a token, restarts on and off the chunks' borders.
 SMALL = {
@@ -83,6 +87,16 @@ SMALL = {
     "fixed, by tiles of keys": KernelCase(
         "fixed_decay", 75, (1, 1, 2, 33, 24), 0.2, (0, 16, 40), changes=(*BY_CHUNKS, ("key_tiles", _NARROW_KEYS))
     ),
+    "scalar, by pairs": KernelCase(
+        "scalar_decay", 75, (1, 2, 4, 8, 24), documents=(0, 20), changes=(*BY_PAIRS, ("programs", 1))
+    ),
+    "scalar, by pairs, batches": KernelCase(
+        "scalar_decay", 70, (2, 1, 4, 40, 24), changes=(*BY_PAIRS, ("programs", 24))
+    ),
+    "fixed, by pairs": KernelCase("fixed_decay", 75, (1, 2, 4, 40, 24), changes=BY_PAIRS),
+    "scalar, by pairs, strong decays": KernelCase("scalar_decay", 140, (1, 1, 2, 16, 16), rate=50.0, changes=BY_PAIRS),
+    "scalar, by pairs, resets": KernelCase("scalar_decay", 140, (1, 1, 2, 16, 16), reset=-3e38, changes=BY_PAIRS),
+    "scalar, by pairs, one token": KernelCase("scalar_decay", 1, (1, 1, 2, 16, 16), changes=BY_PAIRS),
     "scalar, by chunks, sums of heads": KernelCase(
         "scalar_decay", 70, (2, 1, 4, 40, 24), changes=(*BY_CHUNKS, ("chunk", 16), ("programs", 16))
     ),
@@ -129,6 +143,7 @@ SMALL = {
 QUICK = {
     "decays": [
         *("gla, segments and documents", "scalar, two groups", "fixed", "scalar, by chunks", "fixed, by tiles of keys"),
+        "scalar, by pairs",
     ],
     "delta rules": ["kda, documents", "gated, groups, batches"],
     "elementwise": [
@@ -139,6 +154,7 @@ QUICK = {
 SLOW = [
     "fixed, by chunks",
     "scalar, by chunks, sums of heads",
+    *("scalar, by pairs, batches", "fixed, by pairs"),
     "gla, odd sizes",
     "gla, a document starts the rank",
     "hgrn, many runs",
@@ -314,6 +330,26 @@ def test_kernels_serve_segments_with_carries_documents_and_replay(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert run_distributed(_wrong_segments, 1, rules, fresh=True) == [[]]
+
+
+def _errors_without_summaries(rank: int, world_size: int) -> list[float]:
+    """Of o and the gradients, over one rank and segment, without carries: states at its borders are not computed."""
+    from zeco_train.ops.scalar_decay.kernels.launch import CUDA_SCALAR, ScalarDecayKernels
+
+    operator, place = OPERATORS["scalar_decay"], position_of(local_exchange(), 0, 80, (0, 30, 80))
+    tensors, results = KernelCase("scalar_decay", 80, (1, 1, 2, 16, 16)).tensors(torch.float32, CPU), []
+    for dtype, kept in ((torch.float64, operator), (torch.float32, replace(operator, portable=CUDA_SCALAR, cuda=None))):
+        leaves = [tensors[name].to(dtype).detach().requires_grad_() for name in operator.operands]
+        refused = mock.patch.object(ScalarDecayKernels, "summaries", side_effect=AssertionError)
+        with mock.patch.dict(OPERATORS, {"scalar_decay": kept}), refused:
+            o, _ = mix_at("scalar_decay", leaves, 0.7, place.on(leaves[0]), StateInput())
+            results.append([o.detach(), *torch.autograd.grad(o, leaves, tensors["do"].to(dtype))])
+    return [relative_error(*pair) for pair in zip(*results[::-1], strict=True)]
+
+
+def test_states_that_no_rank_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert max(run_distributed(_errors_without_summaries, 1, fresh=True)[0]) < 1e-5
 
 
 def _ulps_of_sums(rank: int, world_size: int) -> float:

@@ -119,13 +119,14 @@ def test_options_of_kernels_are_of_the_assumed_architecture() -> None:
 
 
 def test_options_of_published_shapes_are_those_measured() -> None:
-    """Which of them compute by chunks, and what: forward and backward pass."""
+    """Which of them compute by chunks, and what: forward and backward pass, pairs apart."""
 
-    def by_chunks(fixed: bool, groups: int, heads: int, key_dim: int, value_dim: int) -> tuple[bool, bool]:
+    def by_chunks(fixed: bool, groups: int, heads: int, key_dim: int, value_dim: int) -> tuple[bool, bool, bool]:
         k, v = (torch.empty(1, 1, *dims, dtype=BF16) for dims in ((groups, key_dim), (heads, value_dim)))
         with assume(GPU):
             options = decays.options_for(k, v, fixed)
-        return options.states is not None and not options.walks_forward, options.states is not None
+        of_pairs = options.backward is not None and options.backward.pairs
+        return options.states is not None and not options.walks_forward, options.states is not None, of_pairs
 
     shapes = {
         "mamba2_1b": (False, 1, 64, 128, 64),
@@ -137,10 +138,13 @@ def test_options_of_published_shapes_are_those_measured() -> None:
         "a head's own keys": (False, 16, 16, 128, 128),
         "and few values": (False, 16, 16, 128, 64),
         "fixed": (True, 16, 16, 128, 128),
+        "fixed, shared keys": (True, 2, 32, 144, 64),
+        "and wide": (False, 1, 128, 272, 64),
     }
     found = {name: by_chunks(*shape) for name, shape in shapes.items()}
-    backward, both, neither = (False, True), (True, True), (False, False)
-    expected = [backward, backward, both, backward, backward, both, neither, neither, neither]
+    backward, both, neither = (False, True, False), (True, True, False), (False, False, False)
+    pairs = True, True, True
+    expected = [backward, backward, pairs, backward, backward, both, neither, neither, neither, pairs, both]
     assert found == dict(zip(shapes, expected, strict=True))
 
 

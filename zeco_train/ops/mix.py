@@ -25,7 +25,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
@@ -138,12 +138,12 @@ def _mix(
     # Triton and streams use the current device.
     with torch.cuda.device_of(operands[0]), _without_autocast(operands[0]):
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
-        passed = chosen.kind is Kind.diagonal or _passes_through(exchange, carry_in, want_carry)
+        passed = not _is_lazy(chosen, local) or _passes_through(exchange, carry_in, want_carry)
         like = operands[chosen.output]
         transition = local.transition if passed else _unread(chosen.transition_shape(operands), like)
         if incoming_state is None:
             cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
-            sends = chosen.kind is not Kind.matrix or wanted or not exchange.is_last
+            sends = not _is_lazy(chosen, local) or wanted or not exchange.is_last
             state = local.state if sends else _unread(chosen.state_shape(operands), like)
             request = ScanRequest(state, transition, False, carry_in, wanted, cuts)
             pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
@@ -169,6 +169,10 @@ def _mix(
 # gradients are 0 or unread, so the transition multiplies zeros in all of its uses.
 def _passes_through(exchange: Exchange, carry_in: Tensor | None, want_carry: bool) -> bool:
     return (carry_in is not None or not exchange.is_first) and (want_carry or not exchange.is_last)
+
+
+def _is_lazy(operator: Operator, local: ForwardPass | BackwardPass) -> bool:
+    return operator.kind is Kind.matrix or getattr(local, "lazy", False)
 
 
 # In place of what is costly, and no rank reads.
@@ -216,7 +220,7 @@ def _mix_backward(
         passes = _passes(chosen, operands, doc_ids)
         local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
         cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
-        sends = chosen.kind is not Kind.matrix or wanted or not exchange.is_first
+        sends = not _is_lazy(chosen, local) or wanted or not exchange.is_first
         grad = local.state_grad if sends else _unread(chosen.state_shape(operands), do)
         request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, cuts)
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)

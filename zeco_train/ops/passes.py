@@ -20,7 +20,7 @@ from torch import Tensor
 class ForwardPass(Protocol):
     """One rank's forward pass."""
 
-    # With a matrix both are costly: they may be computed when first read, and are not read where no rank needs them.
+    # With a matrix, or if `lazy`, both may be computed when first read, and are not read where no rank needs them.
     @property
     def state(self) -> Tensor:
         """[B, H, K, V], S_loc: this rank's contribution to the state after its tokens."""
@@ -66,6 +66,7 @@ class ForwardBase:
     doc_ids: Tensor | None
 
     saved = cast(tuple[Tensor, ...], ())
+    lazy = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         """Compute `state` and `transition`."""
@@ -88,6 +89,7 @@ class BackwardBase:
 
     # K before q and k were padded; their gradients may have that width.
     unpadded = cast("int | None", None)
+    lazy = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         """Compute `state_grad`."""

@@ -39,7 +39,7 @@ from zeco_train.verify.runs import (
     run_on_ranks,
     run_one_device,
 )
-from zeco_train.verify.step_cases import ONE_RANK, SIZE, run_step_cases, step_cases
+from zeco_train.verify.step_cases import FEWER_RANKS, SIZE, run_step_cases, step_cases
 from zeco_train.verify.team_cases import PARTITIONS, attention_cases, run_team_cases, scan_cases
 from zeco_train.verify.whole import LAUNCHED_DOCUMENTS, SOFTMAX, VERIFIED, Results, Whole
 
@@ -224,7 +224,7 @@ def _rows_of_own_ranks(timeout: float) -> Iterator[VerifyRow]:
     worlds = (
         (partial(run_team_cases, cases), sum(map(len, PARTITIONS[0])), len(cases)),
         (partial(run_step_cases, steps), SIZE, len(steps)),
-        (partial(run_step_cases, [ONE_RANK]), 1, 1),
+        *((partial(run_step_cases, [case]), ranks, 1) for ranks, case in FEWER_RANKS.items()),
     )
     for work, size, count in worlds:
         try:

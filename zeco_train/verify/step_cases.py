@@ -194,8 +194,8 @@ def step_cases() -> list[StepCase]:
     return [*cases, StepCase(unmasked_mixers()[0], next(scans), masked=True)]
 
 
-# Gradients of one rank are summed by code of their own.
-ONE_RANK = StepCase("gla", "zeco", sp_size=1, segments=2)
+# By the number of ranks. Gradients of one rank are summed by code of their own; two are the fewest that exchange them.
+FEWER_RANKS = {1: StepCase("gla", "zeco", sp_size=1, segments=2), 2: StepCase("gla", "zeco", sp_size=2)}
 
 
 @dataclass
@@ -208,7 +208,7 @@ class CaseResult:
 
 
 def run_step_cases(cases: Sequence[StepCase], rank: int, size: int, timeout: timedelta, hand_in: HandIn) -> None:
-    """The cases on ranks of `rows_of_own_ranks`: `SIZE` of them, or one for `ONE_RANK`."""
+    """The cases on ranks of `rows_of_own_ranks`: `SIZE` of them, or as many as of `FEWER_RANKS`."""
     team = Team.make(range(size), rank, timeout)
     launch, device = Launch(rank, size, rank), torch.device("cpu")
     meshes = {sp_size: init_mesh(launch, sp_size, device, timeout) for sp_size in {case.sp_size for case in cases}}

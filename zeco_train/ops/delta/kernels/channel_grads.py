@@ -63,7 +63,7 @@ def _chunk_grads(
         row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
         column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
         boundary_term = tl.dot(tl.trans(state), grad, boundary_term, input_precision=PRECISION)
-    score_grads, self, pair_grads, _ = mask_pairs(
+    score_grads, self, pair_grads = mask_pairs(
         score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS, DTYPE
     )
     self = self[:, None]

@@ -29,6 +29,7 @@ from zeco_train.ops.delta.kernels.systems import border_decays, load_decays, loa
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
+    laid_out_like,
     load_doc_ids,
     load_tile,
     round_to_bf16,
@@ -66,9 +67,12 @@ def load_transposed(states, index, K, V, first_key, first_value, BK: tl.constexp
 @jit
 def mask_pairs(
     score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C: tl.constexpr,
-    DOCUMENTS: tl.constexpr, TOKENS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, TOKENS: tl.constexpr, sums=None,
 ):  # fmt: skip
-    """From do Nᵀ and dv Nᵀ: dP without its diagonal, that, [C], and dA; which pairs count. Tile 0 writes dβ."""
+    """From do Nᵀ and dv Nᵀ: dP without its diagonal, that, [C], and dA. Tile 0 writes dβ.
+
+    With `sums` of decays, [C, 1], dP and dA by the decays between both tokens, in the dtype of the tokens.
+    """
     rows = tl.arange(0, C)
     is_self = rows[:, None] == rows[None, :]
     if tile == 0:
@@ -85,7 +89,11 @@ def mask_pairs(
     self = tl.sum(tl.where(is_self, score_grads, 0.0), axis=1)
     score_grads = tl.where(is_self, 0.0, score_grads)
     pair_grads = tl.where(visible & (rows[:, None] > rows[None, :]), -pair_grads, 0.0)
-    return score_grads, self, pair_grads, visible
+    if sums is not None:
+        between = decay(tl.where(visible, sums - tl.trans(sums), float("-inf")))
+        score_grads = round_to_tokens(score_grads * between, TOKENS, True)
+        pair_grads = round_to_tokens(pair_grads * between, TOKENS, True)
+    return score_grads, self, pair_grads
 
 
 @jit
@@ -120,7 +128,7 @@ def grads_kernel(
     dv,  # [B, T, H, V]
     dq,  # [B, T, H / HEADS, K], written
     dk,  # [B, T, H / HEADS, K], written
-    dg,  # [K / BK, B, T, H] fp32, sums over these channels; written with GATED
+    dg,  # [K / KEYS, B, T, H] fp32, sums over these channels; written with GATED
     dbeta,  # [B, T, H] fp32, written
     scale,
     T,
@@ -132,88 +140,106 @@ def grads_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    KEYS: tl.constexpr,
     HEADS: tl.constexpr,
     GATED: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program serves BK channels of the keys of one chunk, of HEADS heads, which share them, one after the other.
+    """One program serves KEYS channels of the keys of one chunk, of HEADS heads, which share them, one after the other.
 
-    dq and dk are transposed, [BK, C]: eight warps share a product of 128 rows.
+    BK channels at a time: with fewer than KEYS it reads V more often, but needs the registers of few tiles, so that
+    two programs share a multiprocessor.
     """
-    key_tiles: tl.constexpr = (K + BK - 1) // BK
+    key_tiles: tl.constexpr = (K + KEYS - 1) // KEYS
     chunk = tl.program_id(0) // key_tiles
     tile = tl.program_id(0) % key_tiles
-    first_key = tile * BK
     start = chunk * C
     of_group = key_head_offset(tl.program_id(1) * HEADS, T, H, G, K)
     dq += head_offset(tl.program_id(1), T, H // HEADS, K)
     dk += head_offset(tl.program_id(1), T, H // HEADS, K)
     rows = tl.arange(0, C)
+    DTYPE: tl.constexpr = k.dtype.element_ty
     for number in tl.range(HEADS, disable_licm=True):
         batch_head = tl.program_id(1) * HEADS + number
         index = chunk.to(tl.int64) * BH + batch_head
         of_head = head_offset(batch_head, T, H, V)
         score_grads = tl.zeros([C, C], tl.float32)
         pair_grads = tl.zeros([C, C], tl.float32)
-        query_grads = tl.zeros([BK, C], tl.float32)
-        row_grads = tl.zeros([BK, C], tl.float32)
-        column_grads = tl.zeros([BK, C], tl.float32)
-        boundary_term = tl.zeros([BV, BV], tl.float32)  # on its diagonal
-        for first_value in tl.range(0, V, BV, disable_licm=True):
-            new = load_tile(added + of_head, start, T, H, V, first_value, C, BV)
-            value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
-            output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
-            state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
-            grad = load_transposed(grads, index, K, V, first_key, first_value, BK, BV)
-            score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
-            pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
-            query_grads = tl.dot(tl.trans(state), tl.trans(output_grads), query_grads, input_precision=PRECISION)
-            row_grads = tl.dot(tl.trans(state), tl.trans(value_grads), row_grads, input_precision=PRECISION)
-            column_grads = tl.dot(tl.trans(grad), tl.trans(new), column_grads, input_precision=PRECISION)
-            if GATED:
-                boundary_term = tl.dot(state, tl.trans(grad), boundary_term, input_precision=PRECISION)
-        score_grads, self, pair_grads, visible = mask_pairs(
-            score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C, DOCUMENTS,
-            k.dtype.element_ty,
-        )  # fmt: skip
-        self = self[None, :]
-        own, total = load_decays(sums, batch_head, start, T, H, K, first_key, C, BK, False)
-        between = decay(tl.where(visible, own - tl.trans(own), float("-inf")))
-        score_grads = round_to_tokens(score_grads * between, k.dtype.element_ty, True)
-        pair_grads = round_to_tokens(pair_grads * between, k.dtype.element_ty, True)
+        own, total = load_decays(sums, batch_head, start, T, H, K, 0, C, BK, False)
         from_start, to_end, survives = border_decays(own, total, doc_ids, start, T, C, DOCUMENTS)
-        from_start, to_end = tl.trans(from_start), tl.trans(to_end)
-        keys = tl.trans(load_tile(k + of_group, start, T, G, K, first_key, C, BK))
-        queries = tl.trans(load_tile(q + of_group, start, T, G, K, first_key, C, BK))
-        query_grads *= from_start * scale
-        query_grads = tl.dot(keys, tl.trans(score_grads), query_grads, input_precision=PRECISION)
-        terms = tl.sum(queries.to(tl.float32) * query_grads, axis=0)
-        query_grads += self * keys.to(tl.float32)
-        if HEADS > 1:
-            # all threads' stores of the head before
-            tl.debug_barrier()
+        if KEYS > BK:
+            for first_value in tl.range(0, V, BV, disable_licm=True):
+                new = tl.trans(load_tile(added + of_head, start, T, H, V, first_value, C, BV))
+                value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
+                output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
+                score_grads = tl.dot(output_grads, new, score_grads, input_precision=PRECISION)
+                pair_grads = tl.dot(value_grads, new, pair_grads, input_precision=PRECISION)
+            scores, self, pairs = mask_pairs(
+                score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C,
+                DOCUMENTS, DTYPE, own,
+            )  # fmt: skip
+        terms = tl.zeros([C], tl.float32)
+        boundary_term = tl.sum(survives) * 0.0
+        for offset in tl.range(0, KEYS, BK, disable_licm=True):
+            first_key = tile * KEYS + offset
+            query_grads = tl.zeros([C, BK], tl.float32)
+            row_grads = tl.zeros([C, BK], tl.float32)
+            column_grads = tl.zeros([C, BK], tl.float32)
+            products = tl.zeros([BV, BV], tl.float32)  # Σ S ⊙ dS on the diagonal
+            for first_value in tl.range(0, V, BV, disable_licm=True):
+                new = load_tile(added + of_head, start, T, H, V, first_value, C, BV)
+                value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
+                output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)
+                state = load_transposed(states, index, K, V, first_key, first_value, BK, BV)
+                grad = load_transposed(grads, index, K, V, first_key, first_value, BK, BV)
+                if KEYS == BK:
+                    score_grads = tl.dot(output_grads, tl.trans(new), score_grads, input_precision=PRECISION)
+                    pair_grads = tl.dot(value_grads, tl.trans(new), pair_grads, input_precision=PRECISION)
+                query_grads = tl.dot(output_grads, state, query_grads, input_precision=PRECISION)
+                row_grads = tl.dot(value_grads, state, row_grads, input_precision=PRECISION)
+                column_grads = tl.dot(new, grad, column_grads, input_precision=PRECISION)
+                if GATED:
+                    products = tl.dot(state, tl.trans(grad), products, input_precision=PRECISION)
+            if KEYS == BK:
+                scores, self, pairs = mask_pairs(
+                    score_grads, pair_grads, beta, dbeta, doc_ids, batch_head, tile, start, scale, T, H, C,
+                    DOCUMENTS, DTYPE, own,
+                )  # fmt: skip
+            if GATED:
+                values = tl.arange(0, BV)
+                products = tl.where(values[:, None] == values[None, :], products, 0.0)
+                boundary_term += tl.sum(products) * tl.sum(survives)
             known = tl.where(number > 0, T, 0)
-            query_grads += tl.trans(load_tile(dq, start, known, H // HEADS, K, first_key, C, BK)).to(tl.float32)
-        store_tile(dq, tl.trans(query_grads), start, T, H // HEADS, K, first_key, C, BK)
-        row_grads *= -from_start
-        row_grads = tl.dot(keys, tl.trans(pair_grads), row_grads, input_precision=PRECISION)
-        column_grads *= to_end
-        leaving = tl.sum(keys.to(tl.float32) * column_grads)
-        if start < T:  # always: see `_split_product` of the scalar decays
-            column_grads = tl.dot(queries, score_grads, column_grads, input_precision=PRECISION)
-        column_grads = tl.dot(keys, pair_grads, column_grads, input_precision=PRECISION)
-        terms += tl.sum(keys.to(tl.float32) * (row_grads - column_grads), axis=0)
-        row_grads += column_grads + self * queries.to(tl.float32)
-        if HEADS > 1:
-            row_grads += tl.trans(load_tile(dk, start, known, H // HEADS, K, first_key, C, BK)).to(tl.float32)
-        store_tile(dk, tl.trans(row_grads), start, T, H // HEADS, K, first_key, C, BK)
+            if HEADS > 1:
+                # all threads' stores of the head before
+                tl.debug_barrier()
+            keys = load_tile(k + of_group, start, T, G, K, first_key, C, BK)
+            queries = load_tile(q + of_group, start, T, G, K, first_key, C, BK)
+            own_keys = laid_out_like(keys, query_grads)
+            own_queries = laid_out_like(queries, query_grads)
+            query_grads *= from_start * scale
+            query_grads = tl.dot(scores, keys, query_grads, input_precision=PRECISION)
+            terms += tl.sum(own_queries.to(tl.float32) * query_grads, axis=1)
+            query_grads += self[:, None] * own_keys.to(tl.float32)
+            if HEADS > 1:
+                query_grads += load_tile(dq, start, known, H // HEADS, K, first_key, C, BK).to(tl.float32)
+            store_tile(dq, query_grads, start, T, H // HEADS, K, first_key, C, BK)
+            row_grads *= -from_start
+            row_grads = tl.dot(pairs, keys, row_grads, input_precision=PRECISION)
+            column_grads *= to_end
+            if GATED:
+                boundary_term += tl.sum(own_keys.to(tl.float32) * column_grads)
+            if start < T:  # always: see `_split_product` of the scalar decays
+                column_grads = tl.dot(tl.trans(scores), queries, column_grads, input_precision=PRECISION)
+            column_grads = tl.dot(tl.trans(pairs), keys, column_grads, input_precision=PRECISION)
+            terms += tl.sum(own_keys.to(tl.float32) * (row_grads - column_grads), axis=1)
+            row_grads += column_grads + self[:, None] * own_queries.to(tl.float32)
+            if HEADS > 1:
+                row_grads += load_tile(dk, start, known, H // HEADS, K, first_key, C, BK).to(tl.float32)
+            store_tile(dk, row_grads, start, T, H // HEADS, K, first_key, C, BK)
         if GATED:
             later, goes_on, stays = later_tokens(doc_ids, start, T, C, DOCUMENTS)
-            values = tl.arange(0, BV)
-            # Σ S' ⊙ dS
-            boundary_term = tl.sum(tl.where(values[:, None] == values[None, :], boundary_term, 0.0))
-            boundary_term = boundary_term * tl.sum(survives) + leaving
             decay_grads = tl.sum(tl.where(later, terms[None, :], 0.0), axis=1) + tl.where(goes_on, boundary_term, 0.0)
             by_head = (tile * (BH // H)).to(tl.int64) * T * H + head_offset(batch_head, T, H, 1)
             by_head += (start + rows).to(tl.int64) * H

@@ -45,6 +45,7 @@ HEADS = 2
 
 _NARROW = TileOptions(32, 32, 4, 1)
 _SMALL_WALK = TileOptions(LARGEST_HEAD_DIM, 64, 4, 3)
+_SMALL_JOIN = TileOptions(32, 16, 8, 2)
 
 
 @dataclass(frozen=True)
@@ -59,30 +60,34 @@ class DeltaTuning:
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
     channel_walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 2)
-    grads: TileOptions = TileOptions(128, 64, 8, 2)
+    # With decays by head: of one head for its keys, and of several.
+    grads: TileOptions = TileOptions(64, 64, 4, 2)
+    shared_grads: TileOptions = TileOptions(128, 64, 8, 2)
     channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
-    join: TileOptions = TileOptions(32, 16, 8, 2)
+    join: TileOptions = TileOptions(128, 16, 8, 3)
     programs: int = 132  # of a walk, that saturate the chip, all at once
-    joining: float = 2.0  # chunks that all walks together take as long for as for joining one more segment, estimated
+    joining: float = 0.5  # chunks that all walks together take as long for as for joining one more segment, estimated
 
 
-def _walks(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(summaries=walk, walk=walk, channel_walk=walk)
+def _walks(walk: TileOptions, join: TileOptions = _SMALL_JOIN) -> DeltaTuning:
+    return DeltaTuning(summaries=walk, walk=walk, channel_walk=walk, join=join)
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW)
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW, _NARROW, _SMALL_JOIN)
 
 
 # Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
 # with 8 warps is slow with fewer than 128 columns: each half of the warps computes all.
 KEPT: dict[Key, DeltaTuning] = {
-    ((9, 0), torch.bfloat16, 64): _walks(_SMALL_WALK),
+    ((9, 0), torch.bfloat16, 64): _walks(_SMALL_WALK, DeltaTuning.join),
     ((9, 0), torch.bfloat16, 128): DeltaTuning(),
     ((9, 0), torch.bfloat16, 256): DeltaTuning(
         summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
         walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
         channel_walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 1),
+        grads=DeltaTuning.shared_grads,
+        join=TileOptions(64, 16, 8, 3),
     ),
     (None, torch.bfloat16, 128): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
     (None, torch.bfloat16, 256): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 8, 1)),
@@ -281,10 +286,10 @@ class DeltaKernels:
     ) -> Tensor:
         """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
         found, options = torch.empty_like(states), self.tuning.join
-        BC, BV = options.tile(self.K, self.V)
+        BN, BV = options.tile(self.K, self.V)
         join_kernel[(cdiv(self.V, BV), self.BH)](
-            start, states, transitions, found, self.K, self.V, self.BH, len(states), BC=BC,
-            BK=next_power_of_2(self.K), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
+            start, states, transitions, found, self.K, self.V, self.BH, len(states), BN=BN,
+            BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
             **options.launch,
         )  # fmt: skip
         return found
@@ -293,10 +298,13 @@ class DeltaKernels:
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """dq, dk, dg (None unless gated) and dβ."""
-        options = self.tuning.channel_grads if self.by_channel else self.tuning.grads
-        BK, BV = self._tile(options)
-        tiles = cdiv(self.K, BK)
         heads = 1 if self.by_channel else math.gcd(self.H // self.G, HEADS)
+        alone = self.tuning.channel_grads if self.by_channel else self.tuning.grads
+        options = alone if heads == 1 else self.tuning.shared_grads
+        BK, BV = self._tile(options)
+        # Of a program: tiles of many channels have a program each.
+        keys = BK if self.by_channel or BK >= 128 else cdiv(self.K, BK) * BK
+        tiles = cdiv(self.K, keys)
         dq, dk = (self._by_token(self.K, self.H // heads) for _ in range(2))
         dbeta, dg = torch.empty_like(self.beta), None
         if self.gated:
@@ -313,8 +321,8 @@ class DeltaKernels:
                 grid = cdiv(self.num_chunks, chunks) * tiles, self.BH
                 channel_grads_kernel[grid](*operands, MILD=mild, CHUNKS=chunks, **constants)
         else:
-            grid = self.num_chunks * tiles, self.BH // heads
-            grads_kernel[grid](*operands, HEADS=heads, GATED=self.gated, **constants)
+            constants |= {"HEADS": heads, "GATED": self.gated, "KEYS": keys}
+            grads_kernel[(self.num_chunks * tiles, self.BH // heads)](*operands, **constants)
         if dg is not None and not self.by_channel:
             dg = dg[0] if tiles == 1 else dg.sum(0)
         return sum_heads(dq, self.G), sum_heads(dk, self.G), dg, dbeta

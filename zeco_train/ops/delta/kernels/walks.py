@@ -34,9 +34,9 @@ def _load_pairs(pairs, index, C: tl.constexpr):
 
 
 @jit
-def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.constexpr):
+def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.constexpr, first_key=0):
     """Pointers to the columns of state number `index` in [.., K, V], [BV, BK], and which of them lie inside."""
-    keys = tl.arange(0, BK)
+    keys = first_key + tl.arange(0, BK)
     values = first_value + tl.arange(0, BV)
     inside = (values < V)[:, None] & (keys < K)[None, :]
     return states + index.to(tl.int64) * K * V + (keys * V)[None, :] + values[:, None], inside
@@ -256,14 +256,14 @@ def join_kernel(
     V: tl.constexpr,
     BH,
     num_segments,
-    BC: tl.constexpr,
+    BN: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     STARTS: tl.constexpr,
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program joins BV columns of the segments of one head, BC rows at a time; K <= BK.
+    """One program joins BV columns of the segments of one head, K <= BK, BN rows at a time.
 
     With STARTS, states before the segments, the first of which is `start`; else after them, from 0. REVERSE: from the
     last segment on, with transposed transitions.
@@ -272,30 +272,31 @@ def join_kernel(
     batch_head = tl.program_id(1)
     stride: tl.constexpr = -1 if REVERSE else 1
     segment = num_segments - 1 if REVERSE else 0
-    pointers, inside = state_pointers(states, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
+    pointers, inside = _columns_of(states, segment * BH + batch_head, K, V, first_value, BK, BV)
     if STARTS:
-        pointers, _ = state_pointers(start, batch_head, K, V, 0, first_value, BK, BV)
+        pointers, _ = _columns_of(start, batch_head, K, V, first_value, BK, BV)
     state = tl.load(pointers, mask=inside, other=0.0)
-    pointers, _ = state_pointers(found, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
+    pointers, _ = _columns_of(found, segment * BH + batch_head, K, V, first_value, BK, BV)
     tl.store(pointers, state, mask=inside)
-    for _ in range(num_segments - 1):
-        known = segment * BH + batch_head
-        segment += stride
-        index = segment * BH + batch_head
-        source = known if STARTS else index
-        pointers, _ = state_pointers(states, source, K, V, 0, first_value, BK, BV)
-        state = tl.load(pointers, mask=inside, other=0.0)
-        # all threads' stores of the state known, before they load its rows
-        tl.debug_barrier()
-        for first in range(0, K, BC):
-            of_rows, covered = state_pointers(found, known, K, V, first, first_value, BC, BV)
-            rows = tl.load(of_rows, mask=covered, other=0.0)
+    for step in range(1, num_segments):
+        index = (segment + stride * step) * BH + batch_head
+        source = index - stride * BH if STARTS else index
+        for first in range(0, K, BN):
+            some, covered = _columns_of(states, source, K, V, first_value, BN, BV, first)
+            rows = tl.load(some, mask=covered, other=0.0)
             if REVERSE:
-                of_transition, within = state_pointers(transitions, source, K, K, first, 0, BC, BK)
-                transition = tl.trans(tl.load(of_transition, mask=within, other=0.0))
+                some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
+                transition = tl.load(some, mask=within, other=0.0)
             else:
-                of_transition, within = state_pointers(transitions, source, K, K, 0, first, BK, BC)
-                transition = tl.load(of_transition, mask=within, other=0.0)
-            state = tl.dot(transition, rows, state, input_precision=PRECISION)
-        pointers, _ = state_pointers(found, index, K, V, 0, first_value, BK, BV)
-        tl.store(pointers, state, mask=inside)
+                some, within = state_pointers(transitions, source, K, K, first, 0, BN, BK)
+                transition = tl.trans(tl.load(some, mask=within, other=0.0))
+            rows = tl.dot(state, transition, rows, input_precision=PRECISION)
+            some, covered = _columns_of(found, index, K, V, first_value, BN, BV, first)
+            tl.store(some, rows, mask=covered)
+            if BN == BK:
+                state = rows
+        if BN < BK:
+            # all threads' stores
+            tl.debug_barrier()
+            pointers, _ = _columns_of(found, index, K, V, first_value, BK, BV)
+            state = tl.load(pointers, mask=inside, other=0.0)

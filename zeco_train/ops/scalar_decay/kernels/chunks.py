@@ -8,6 +8,14 @@ The same sums as of a walk (`zeco_train.ops.scalar_decay.kernels.walk`), for the
 they read and both matrices of pairs; `key_tiles_kernel` all three for any K, of few values and fixed decays. Where
 heads share keys, one program computes the products of queries and keys once for several heads, and adds up dq and dk in
 their order. `states_kernel` of the walks writes the states.
+
+Or, where many heads share wide keys, what pairs of a chunk add to dq and dk is a product of sums over heads:
+
+    dq_i = Σ_heads exp(b_i) S do_i + Σ_j A_ij k_j,      dk_j = Σ_heads exp(b_end − b_j) dS v_j + Σ_i A_ij q_i
+    A_ij = Σ_heads scale · L_ij do_i · v_j
+
+`pairs_kernel` writes A, and what pairs add to dv and dg; `state_grads_kernel` does the rest, for S and dq, then for dS,
+dk and dv.
 """
 
 from __future__ import annotations
@@ -228,6 +236,99 @@ def grads_kernel(
         key_grad = tl.dot(tl.trans(query), pairs, key_grad, input_precision=PRECISION)
     store_tile(dq, tl.trans(query_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
     store_tile(dk, tl.trans(key_grad * scale), start, T, H // HEADS, K, first_key, C, BK)
+
+
+@jit
+def pairs_kernel(
+    queries,  # [B, T, G, K]
+    keys,  # [B, T, G, K]
+    values,  # [B, T, H, V]
+    output_grads,  # [B, T, H, V]
+    decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    dv,  # [B, T, H, V], written, as are all that follow: of pairs
+    pair_grads,  # [N, B · H / HEADS, C, C]: A over these heads, with a row for each j
+    sums,  # [B, H, T] fp32, with TERMS: q · dq − k · dk of pairs
+    scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, TERMS: tl.constexpr,
+    FIXED: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program goes through HEADS heads of one group in one chunk; K <= BK, V <= BV."""
+    chunk, head_set = tl.program_id(0), tl.program_id(1)
+    start = chunk * C
+    documents = load_doc_ids(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
+    of_group = key_head_offset(head_set * HEADS, T, H, G, K)
+    query = load_tile(queries + of_group, start, T, G, K, 0, C, BK)
+    key = load_tile(keys + of_group, start, T, G, K, 0, C, BK)
+    products = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
+    total = tl.zeros([C, C], tl.float32)
+    rows = tl.arange(0, C)
+    for number in tl.range(HEADS, disable_licm=True):
+        batch_head = head_set * HEADS + number
+        of_head = head_offset(batch_head, T, H, V)
+        value = load_tile(values + of_head, start, T, H, V, 0, C, BV)
+        grad = load_tile(output_grads + of_head, start, T, H, V, 0, C, BV)
+        factors, _, _ = _load_decays(decays, documents, batch_head, start, T, H, C, True, FIXED, DOCUMENTS)
+        weights = products * factors
+        result = tl.dot(weights.to(grad.dtype), grad, input_precision=PRECISION)
+        store_tile(dv + of_head, result, start, T, H, V, 0, C, BV)
+        pairs = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+        total += pairs * factors
+        if TERMS:
+            pairs *= weights
+            place = batch_head.to(tl.int64) * T + start + rows
+            tl.store(sums + place, tl.sum(pairs, axis=0) - tl.sum(pairs, axis=1), mask=rows < T - start)
+    pair_grads += (chunk.to(tl.int64) * (BH // HEADS) + head_set) * C * C
+    tl.store(pair_grads + rows[:, None] * C + rows[None, :], (total * scale).to(pair_grads.dtype.element_ty))
+
+
+@jit
+def state_grads_kernel(
+    queries,  # [B, T, G, K]: q, or k in reverse
+    keys,  # [B, T, G, K]: k, or q in reverse
+    values,  # [B, T, H, V]: do, or v in reverse
+    states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks, or in reverse their gradients
+    grads,  # [B, T, H / HEADS, K], written: dq, or dk in reverse
+    decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
+    doc_ids,  # [T] int32, read with DOCUMENTS
+    dv,  # [B, T, H, V], in reverse: of pairs, and written
+    pair_grads,  # [N, B · H / HEADS, C, C], of `pairs_kernel`
+    sums,  # [3, B, H, T] fp32, with TERMS written: the second q · dq from S, or in reverse the third k · dk from dS
+    scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BH,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, REVERSE: tl.constexpr,
+    TERMS: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program computes dq, or dk and dv, of one chunk for HEADS heads of one group; K <= BK, V <= BV."""
+    chunk, head_set = tl.program_id(0), tl.program_id(1)
+    start = chunk * C
+    documents = load_doc_ids(doc_ids, start, T, C) if DOCUMENTS else (0, 0, 0)
+    of_group = key_head_offset(head_set * HEADS, T, H, G, K)
+    query = load_tile(queries + of_group, start, T, G, K, 0, C, BK)
+    rows = tl.arange(0, C)
+    query_grad = tl.zeros([C, BK], tl.float32)
+    for number in tl.range(HEADS, disable_licm=True):
+        batch_head = head_set * HEADS + number
+        of_head = head_offset(batch_head, T, H, V)
+        index = (chunk + 1 if REVERSE else chunk).to(tl.int64) * BH + batch_head
+        value = load_tile(values + of_head, start, T, H, V, 0, C, BV)
+        state = _load_state(states, index, K, V, 0, 0, BK, BV)
+        _, from_state, from_grad = _load_decays(decays, documents, batch_head, start, T, H, C, False, FIXED, DOCUMENTS)
+        factors = from_grad if REVERSE else from_state * scale
+        if TERMS or REVERSE:
+            carried = tl.dot(query, state, input_precision=PRECISION) * factors[:, None]
+        if TERMS:
+            place = ((2 if REVERSE else 1) * BH + batch_head).to(tl.int64) * T + start + rows
+            tl.store(sums + place, tl.sum(value.to(tl.float32) * carried, axis=1), mask=rows < T - start)
+        if REVERSE:
+            carried += load_tile(dv + of_head, start, T, H, V, 0, C, BV).to(tl.float32)
+            store_tile(dv + of_head, carried, start, T, H, V, 0, C, BV)
+        weighted = (value.to(tl.float32) * factors[:, None]).to(value.dtype)
+        query_grad = tl.dot(weighted, tl.trans(state), query_grad, input_precision=PRECISION)
+    key = load_tile(keys + of_group, start, T, G, K, 0, C, BK)
+    pair_grads += (chunk.to(tl.int64) * (BH // HEADS) + head_set) * C * C
+    weights = tl.load(pair_grads + (rows[:, None] * C + rows if REVERSE else rows[:, None] + rows * C))
+    query_grad = tl.dot(weights, key, query_grad, input_precision=PRECISION)
+    store_tile(grads + head_offset(head_set, T, H // HEADS, K), query_grad, start, T, H // HEADS, K, 0, C, BK)
 
 
 @jit

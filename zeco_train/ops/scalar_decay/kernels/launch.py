@@ -17,9 +17,9 @@ Options change only the order of sums, but `chunk` and `span` also between which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -29,8 +29,8 @@ from zeco_train.kernels import cdiv, next_power_of_2
 from zeco_train.ops.gla.kernels.launch import NARROWEST, SegmentKernels, Segments
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, sum_heads, with_padded_heads
-from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
-from zeco_train.ops.scalar_decay.kernels.chunks import chunks_kernel, grads_kernel, key_tiles_kernel
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
+from zeco_train.ops.scalar_decay.kernels import chunks
 from zeco_train.ops.scalar_decay.kernels.decays import decay_grads_kernel, decay_sums_kernel
 from zeco_train.ops.scalar_decay.kernels.walk import states_kernel, walk_kernel
 
@@ -55,6 +55,8 @@ class ScalarDecayTuning:
             at once; None: walks compute outputs and gradients, each with states of its own.
         key_tiles: of the kernel in place of `grads`, for fixed decays and values of one tile; None: `grads`.
         walks_forward: outputs are computed by walks all the same.
+        pairs: pairs have a kernel of their own, and `grads`, of one tile of K and of V, S and dS one each.
+        backward: of the backward pass, if others, but for `programs`; as many tokens a span.
     """
 
     summaries: TileOptions = _SUMMARIES
@@ -70,6 +72,8 @@ class ScalarDecayTuning:
     states: TileOptions | None = None
     key_tiles: TileOptions | None = None
     walks_forward: bool = False
+    pairs: bool = False
+    backward: ScalarDecayTuning | None = None
 
 
 def _alike(summaries: TileOptions, walk: TileOptions, chunk: int = 64, programs: int = 264) -> ScalarDecayTuning:
@@ -81,7 +85,7 @@ def _by_chunks(states: TileOptions, grads: TileOptions, outputs: TileOptions) ->
 
 
 _WIDE, _NARROW = TileOptions(_DEPTH, 64, 8, 2), TileOptions(_DEPTH, 32, 8, 1)
-_STATES, _GRADS = TileOptions(128, 64, 4, 3), TileOptions(128, 64, 8, 3)
+_STATES, _WIDE_STATES, _GRADS = TileOptions(128, 64, 4, 3), TileOptions(128, 128, 8, 3), TileOptions(128, 64, 8, 3)
 KEPT: dict[Key, ScalarDecayTuning] = {
     ((9, 0), torch.bfloat16, 128): ScalarDecayTuning(),
     ((9, 0), torch.bfloat16, 256): _alike(_WIDE, _WIDE, programs=132),
@@ -102,10 +106,12 @@ _OF_FEW_VALUES = ScalarDecayTuning(
 )
 # Outputs by walks, gradients by chunks: of many heads that share keys, measured for K 128, V 64, as in Mamba-2, with
 # groups of 16 and of 64, and of fixed decays, for K 128, V 256 and, with chunks of 128 tokens, K 256, V 512, in 0.90 of
-# the time with 64. All by chunks: K 256, V 64, as in Bamba, with a group of 128, in half of the time of walks.
+# the time with 64. All by chunks: K 256, V 64, as in Bamba, with a group of 128, in half of the time of walks; there o
+# with chunks of 128 takes 0.82 of the time with 64, pairs apart 0.77 of the time of `grads` (with K 128 1.2 times).
 # Gradients by tiles of K: fixed decays, K 273, V 64, as in Based, in 0.61 of the time of `grads` and chunks of 64.
 _MANY_HEADS = 16
 _GRADS_BY_CHUNKS = replace(KEPT[(9, 0), torch.bfloat16, 512], outputs=TileOptions(_DEPTH, 64, 4, 1), walks_forward=True)
+_OF_FIXED = replace(_GRADS_BY_CHUNKS, summaries=_WIDE_STATES, states=_WIDE_STATES, programs=132)
 _LONG_CHUNKS = replace(
     _by_chunks(TileOptions(128, 64, 4, 2), TileOptions(64, 64, 8, 3), TileOptions(64, 128, 8, 2)),
     outputs=TileOptions(_DEPTH, 64, 8, 1),
@@ -115,7 +121,12 @@ _LONG_CHUNKS = replace(
 _BY_KEYS = replace(
     _LONG_CHUNKS, outputs=TileOptions(64, 64, 8, 3), key_tiles=TileOptions(64, 64, 8, 2), walks_forward=False
 )
-_OF_WIDE_SHARED_KEYS = _by_chunks(_STATES, TileOptions(256, 64, 8, 2), TileOptions(256, 64, 4, 2))
+_OF_WIDE_SHARED_KEYS = replace(
+    _by_chunks(TileOptions(128, 64, 4, 2), _GRADS, TileOptions(256, 64, 8, 2)),
+    chunk=128,
+    span=2,
+    backward=replace(_by_chunks(_STATES, TileOptions(256, 64, 4, 2), _GRADS), pairs=True),
+)
 
 
 def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
@@ -126,11 +137,11 @@ def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
         return _GRADS_BY_CHUNKS if shared and int(k.shape[-1]) > _FEW_VALUES and not fixed else _OF_FEW_VALUES
     wide = KEPT[(9, 0), torch.bfloat16, 512]
     if found is wide or found is KEPT[(9, 0), torch.bfloat16, 256]:
-        if fixed:
-            keys = int(k.shape[-1])
-            return _BY_KEYS if few else wide if keys > _DEPTH else _LONG_CHUNKS if keys > 128 else _GRADS_BY_CHUNKS
-        if shared and few:
+        keys = int(k.shape[-1])
+        if shared and few and keys <= _DEPTH:
             return _OF_WIDE_SHARED_KEYS
+        if fixed:
+            return _BY_KEYS if few else wide if keys > _DEPTH else _LONG_CHUNKS if keys > 128 else _OF_FIXED
     return found
 
 
@@ -199,6 +210,14 @@ class ScalarDecayKernels(SegmentKernels):
         self._states(self.tuning.summaries, keys, values, found.starts, segment_decays, reverse=reverse)
         self._join(found, segment_decays, reverse)
         return found
+
+    def true_starts(self, segments: Callable[[], Segments], incoming: Tensor, name: str) -> Tensor:
+        """[J, B, H, K, V] fp32, the true states that segments start from: of one segment the incoming one, alone."""
+        check_state(incoming, name, torch.Size(self.starts_shape[1:]))
+        if self.num_segments == 1:
+            return self._new(*self.starts_shape).copy_(incoming)
+        self.correct(found := segments(), incoming, name)
+        return found.starts
 
     def true_states(
         self, keys: Tensor, values: Tensor, starts: Tensor, *, reverse: bool, others: Tensor | None = None
@@ -285,7 +304,7 @@ class ScalarDecayKernels(SegmentKernels):
             width = self.K if unpadded is None else unpadded
             dq, dk = (self._new(self.B, self.T, self.H, width, dtype=self.dtype) for _ in range(2))
             dv = torch.empty_like(v)
-            key_tiles_kernel[(self.num_chunks, self.BH)](
+            chunks.key_tiles_kernel[(self.num_chunks, self.BH)](
                 q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, self.scale, self.T, self.H, self.G,
                 self.K, width, self.V, self.BH, BK=BK, BV=BV, **self.flags, **options.launch,
             )  # fmt: skip
@@ -293,15 +312,25 @@ class ScalarDecayKernels(SegmentKernels):
         options = self.tuning.grads
         BK, BV = self._tile(options, self.K, self.V)
         tiles = cdiv(self.K, BK)
-        heads = self._heads(2 * self.num_chunks * tiles, self.H)  # of eight warps, one a multiprocessor
+        heads = self._heads(2 * self.num_chunks * tiles, self.H)  # of eight warps, one a multiprocessor, or of four
+        grid = self.num_chunks * tiles, self.BH // heads
         dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
         dv = torch.empty_like(v) if tiles == 1 else self._chunks(self.tuning.value_grads, k, q, do, grads, reverse=True)
-        of_pairs, of_state = (None if self.fixed else self._new(tiles, self.B, self.H, self.T) for _ in range(2))
-        grads_kernel[(self.num_chunks * tiles, self.BH // heads)](
-            q, k, v, do, self.decays, self.doc_ids, states, grads, dq, dk, dv, of_pairs, of_state, self.scale, self.T,
-            self.H, self.G, self.K, self.V, self.BH, BK=BK, BV=BV, HEADS=heads, TERMS=not self.fixed, **self.flags,
-            **options.launch,
-        )  # fmt: skip
+        sums = None if self.fixed else self._new(2 * tiles + self.tuning.pairs, self.B, self.H, self.T)
+        of_pairs, of_state = (None, None) if sums is None else (sums[:-tiles], sums[-tiles:])
+        where, sizes = (self.decays, self.doc_ids), (self.scale, self.T, self.H, self.G, self.K, self.V, self.BH)
+        shared = {"BK": BK, "BV": BV, "HEADS": heads, "TERMS": not self.fixed, **self.flags, **options.launch}
+        if self.tuning.pairs:
+            pair_grads = self._new(*grid, self.tuning.chunk, self.tuning.chunk, dtype=self.dtype)
+            chunks.pairs_kernel[grid](q, k, v, do, *where, dv, pair_grads, sums, *sizes, **shared)
+            for reverse, of_tokens in enumerate(((q, k, do, states, dq), (k, q, v, grads, dk))):
+                chunks.state_grads_kernel[grid](
+                    *of_tokens, *where, dv, pair_grads, sums, *sizes, REVERSE=reverse > 0, **shared
+                )
+        else:
+            chunks.grads_kernel[grid](
+                q, k, v, do, *where, states, grads, dq, dk, dv, of_pairs, of_state, *sizes, **shared
+            )
         dq, dk = sum_heads(dq, self.G), sum_heads(dk, self.G)
         if of_pairs is None or of_state is None:
             return dq, dk, dv, None
@@ -357,7 +386,7 @@ class ScalarDecayKernels(SegmentKernels):
         blocks = cdiv(self.V, BW) * self.num_chunks
         heads = self._heads(blocks, _SHARING) if self.K <= BD else 1
         outputs = torch.empty_like(values)
-        chunks_kernel[(blocks, self.BH // heads)](
+        chunks.chunks_kernel[(blocks, self.BH // heads)](
             queries, keys, values, self.decays, self.doc_ids, states, outputs, self.scale, self.T, self.H, self.G,
             self.K, self.V, self.BH, BD=BD, BW=BW, HEADS=heads, REVERSE=reverse, **self.flags,
             **options.launch,
@@ -387,14 +416,27 @@ class _ScalarDecayKernelForward(ForwardBase):
         q, k, v, decays = operands
         self._q, self._k, self._v = (dense(x) for x in (q, k, v))
         tuning, where = options_for(k, v, self.fixed), (self.doc_ids, self.scale)
-        self._decays = dense(decays) if self.fixed else decay_sums(dense(decays), tuning.chunk)
+        decays = dense(decays)
+        self._decays = decays if self.fixed else decay_sums(decays, tuning.chunk)
         self._launcher = ScalarDecayKernels(k, v, self._decays, *where, tuning, fixed=self.fixed)
-        self._segments = self._launcher.summaries(self._k, self._v, reverse=False)
-        self.state, self.transition = self._segments.state, self._segments.log_decay
+        self.lazy = self._launcher.num_segments == 1
+        if tuning.backward is not None and not self.fixed:
+            self._decays = decay_sums(decays, tuning.backward.chunk)
+
+    @cached_property
+    def _segments(self) -> Segments:
+        return self._launcher.summaries(self._k, self._v, reverse=False)
+
+    @property
+    def state(self) -> Tensor:
+        return self._segments.state
+
+    @property
+    def transition(self) -> Tensor:
+        return self._segments.log_decay
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        self._launcher.correct(self._segments, incoming_state, "incoming_state")
-        starts = self._segments.starts
+        starts = self._launcher.true_starts(lambda: self._segments, incoming_state, "incoming_state")
         self.saved = (starts,) if self.fixed else (self._decays.transpose(1, 2), starts)
         # Scores are computed with the outputs: nothing overlaps the scan.
         return self._launcher.outputs(self._q, self._k, self._v, starts)
@@ -414,10 +456,19 @@ class _ScalarDecayKernelBackward(BackwardBase):
         (self._starts,) = self.saved
         decays, where = self._log_decays, (self.doc_ids, self.scale)
         decays = dense(decays if self.fixed else decays.transpose(1, 2))
-        self._launcher = ScalarDecayKernels(k, v, decays, *where, options_for(k, v, self.fixed), fixed=self.fixed)
-        self._by_chunks = self._launcher.tuning.states is not None
-        self._segments = self._launcher.summaries(self._q, self._do, reverse=True)
-        self.state_grad = self._segments.state
+        tuning = options_for(k, v, self.fixed)
+        if tuning.backward is not None:
+            tuning = replace(tuning.backward, programs=tuning.programs)
+        self._launcher = ScalarDecayKernels(k, v, decays, *where, tuning, fixed=self.fixed)
+        self._by_chunks, self.lazy = tuning.states is not None, self._launcher.num_segments == 1
+
+    @cached_property
+    def _segments(self) -> Segments:
+        return self._launcher.summaries(self._q, self._do, reverse=True)
+
+    @property
+    def state_grad(self) -> Tensor:
+        return self._segments.state
 
     def overlap(self) -> None:
         # Neither the states nor dq need gradients of states.
@@ -429,8 +480,7 @@ class _ScalarDecayKernelBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, do = self._q, self._k, self._v, self._do
-        self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
-        starts = self._segments.starts
+        starts = self._launcher.true_starts(lambda: self._segments, incoming_grad, "incoming_grad")
         if self._by_chunks:
             dq, dk, dv, dg = self._launcher.grads(q, k, v, do, self._states, starts, self.unpadded)
         else:
