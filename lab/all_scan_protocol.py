@@ -1,7 +1,8 @@
 """Question: is the one-kernel All-Scan's protocol correct in every order of steps, and is each of its rules needed?
 Command: python -m lab.all_scan_protocol [--orders 25]
 Date: 2026-11-27, 2 CPU cores
-Answer: yes, in 25 random orders of chain, of two_shot and of both in turn; without any one rule an order fails.
+Answer: yes, in 60 random orders of chain, of two_shot and of both in turn, with log-decays and with matrices, also if
+    not all CTAs of a rank run at a time; without any one rule an order fails.
 
 A model of the protocol of `zeco_train/kernels/all_scan/__init__.py`. Ranks run kernels one after another, a kernel's
 CTAs in any order, and each load, store and signal of a cell is a step. Cells record which rank wrote which data in
@@ -28,13 +29,22 @@ class ProtocolError(AssertionError):
 
 @dataclass(frozen=True)
 class Call:
-    """A scan as all ranks launch it. Tiles are `tile` cells each; `chain` calls them blocks."""
+    """A scan as all ranks launch it. Tiles are `tile` cells each; `chain` calls them blocks.
+
+    With matrices, each head has `group` tiles of rows, all of which a fold of `chain` reads; 1: with log-decays.
+    """
 
     algorithm: str
     tiles: int
     tile: int
     ctas: int
     carry: bool
+    group: int = 1
+
+    def together(self, tile: int) -> range:
+        """The tiles of this one's head."""
+        head = tile // self.group * self.group
+        return range(head, min(head + self.group, self.tiles))
 
 
 @dataclass
@@ -45,6 +55,7 @@ class Memory:
     cells: dict[object, object] = field(default_factory=dict)
     epoch: int = 0
     arrived: int = 0
+    taken: int = 0
 
 
 class Model:
@@ -55,6 +66,7 @@ class Model:
     def __init__(self, ranks: int, calls: list[Call], mutations: tuple[str, ...], seed: int) -> None:
         self.ranks, self.calls, self.mutations = ranks, calls, mutations
         self.random = random.Random(seed)
+        self.resident = self.random.choice((1, 2, 3))  # CTAs of a rank that run at a time
         self.memory = {(rank, name): Memory() for rank in range(ranks) for name in ("chain", "two_shot")}
 
     def run(self) -> None:
@@ -70,20 +82,21 @@ class Model:
                     running[rank] = [(steps, None) for steps in self.kernel(rank, queue.pop(0))]
             if not any(running):
                 return
+            # The others start when one of these ends.
             able = [
                 (rank, cta)
                 for rank, ctas in enumerate(running)
-                for cta, (_, awaited) in enumerate(ctas)
+                for cta, (_, awaited) in enumerate(ctas[: self.resident])
                 if awaited is None or awaited()
             ]
             if not able:
                 raise ProtocolError("nobody can go on")
             rank, cta = self.random.choices(able, [speeds[rank] for rank, _ in able])[0]
-            steps, _ = running[rank].pop(cta)
+            steps, _ = running[rank][cta]
             try:
-                running[rank].append((steps, next(steps)))
+                running[rank][cta] = steps, next(steps)
             except StopIteration:
-                continue
+                del running[rank][cta]
 
     def kernel(self, rank: int, call: Call) -> list[Steps]:
         body = self.chain if call.algorithm == "chain" else self.two_shot
@@ -99,7 +112,14 @@ class Model:
         if memory.arrived == call.ctas or "the first CTA advances the epoch" in self.mutations:
             memory.epoch = epoch
         if memory.arrived == call.ctas:
-            memory.arrived = 0
+            memory.arrived = memory.taken = 0
+
+    def turns(self, memory: Memory, epoch: int, count: int) -> Iterator[int]:
+        """Numbers that this CTA takes, once all have started; none if some have not."""
+        if memory.epoch == epoch or "wait before all have started" in self.mutations:
+            while (turn := memory.taken) < count:
+                memory.taken += 1
+                yield turn
 
     def reached(self, memory: Memory, flag: object, epoch: int) -> Callable[[], bool]:
         if "wait for equality" in self.mutations:
@@ -185,27 +205,32 @@ class Model:
         own = peers[rank]
         epoch = self.epoch_of(own)
         yield None
-        if rank > 0:
-            if cta == 0:
-                peers[rank - 1].flags["credit"] = epoch - 1
-                yield None
+        if rank > 0 and cta == 0:
+            peers[rank - 1].flags["credit"] = epoch - 1
+            yield None
+        if rank > 0 or call.carry:
             self.advance(own, epoch, call)
         end = self.ranks - 1
+        one = Call("chain", 1, 1, 1, call.carry)
         for block in range(cta, call.tiles, call.ctas):
+            # A fold by a matrix reads all rows.
+            together = call.together(block)
             if rank > 0:
-                yield self.reached(own, ("block", block), epoch)
+                for other in [block] if "wait for the own tile only" in self.mutations else together:
+                    yield self.reached(own, ("block", other), epoch)
             if rank < end and "no credit" not in self.mutations:
                 yield lambda: own.flags["credit"] >= epoch - 2
-            first = self.start_of(epoch, call) + block * call.tile
-            for cell in range(first, first + call.tile):
-                one = Call("chain", 1, 1, 1, call.carry)
-                if rank > 0:
-                    yield from self.load(own, cell, one, "inbox", (epoch, cell))
+            if rank > 0:
+                for other in together:
+                    for cell in range(other * call.tile, (other + 1) * call.tile):
+                        yield from self.load(own, self.start_of(epoch, call) + cell, one, "inbox", (epoch, cell))
+            for number in range(block * call.tile, (block + 1) * call.tile):
+                cell = self.start_of(epoch, call) + number
                 if rank < end:
-                    yield from self.store(peers[rank + 1], cell, one, "inbox", (epoch, cell))
+                    yield from self.store(peers[rank + 1], cell, one, "inbox", (epoch, number))
                 elif call.carry:
                     for p in range(end):
-                        yield from self.store(peers[p], cell, one, "carries", (epoch, cell))
+                        yield from self.store(peers[p], cell, one, "carries", (epoch, number))
             if rank < end:
                 peers[rank + 1].flags["block", block] = epoch
                 yield None
@@ -213,14 +238,14 @@ class Model:
                 for p in range(end):
                     peers[p].flags["carry", block] = epoch
                     yield None
-        if rank == 0:
+        if rank == 0 and not call.carry:
             self.advance(own, epoch, call)
         if call.carry and rank < end:
-            for block in range(cta, call.tiles, call.ctas):
+            for block in self.turns(own, epoch, call.tiles):
                 yield self.reached(own, ("carry", block), epoch)
-                first = self.start_of(epoch, call) + block * call.tile
-                for cell in range(first, first + call.tile):
-                    yield from self.load(own, cell, Call("chain", 1, 1, 1, True), "carries", (epoch, cell))
+                for number in range(block * call.tile, (block + 1) * call.tile):
+                    cell = self.start_of(epoch, call) + number
+                    yield from self.load(own, cell, one, "carries", (epoch, number))
 
 
 # By algorithm, the rules without which it is wrong: each alone, but the last two with one buffer in place of two.
@@ -231,6 +256,8 @@ RULES = {
         ("wait for equality",),
         ("layout from the shape",),
         ("the first CTA advances the epoch",),
+        ("wait for the own tile only",),
+        ("wait before all have started",),
     ),
     "two_shot": (
         ("wait for needed inputs only",),
@@ -253,6 +280,7 @@ def run(seed: int, algorithms: Sequence[str], *mutations: str) -> None:
             tile=numbers.choice((1, 2, 3)),
             ctas=numbers.choice((1, 2, 3)),
             carry=numbers.random() < 0.3,
+            group=numbers.choice((1, 1, 2, 3)),
         )
         for _ in range(6)
     ]

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from zeco_train.bench.session import Session
 from zeco_train.collectives.arena import Allocate, Arena, ArenaLayout, allocate_symmetric
-from zeco_train.collectives.one_kernel import CHAIN_KERNEL
-from zeco_train.collectives.wire import Wire
+from zeco_train.collectives.one_kernel import CHAIN_KERNEL, Kernel, KernelTuning
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import ScanRequest
 
@@ -28,26 +27,35 @@ class TwoGpuChain:
     Args:
         ranks: P, an even number.
         state: [B, H, K, V] fp32, of each of this GPU's ranks.
-        log_decay: [B, H, K], likewise.
+        transition: [B, H, K] or [B, H, K, K], likewise.
         session: two ranks.
         allocate: allocator of symmetric memory.
+        kernel: of All-Scan; all CTAs of `two_shot` must run at once, since every rank waits for every other.
+        tuning: launch parameters; None: as a scan's.
 
     Raises:
         RuntimeError: no peer access, or out of memory. On all ranks.
     """
 
     def __init__(
-        self, ranks: int, state: Tensor, log_decay: Tensor, session: Session, allocate: Allocate = allocate_symmetric
+        self,
+        ranks: int,
+        state: Tensor,
+        transition: Tensor,
+        session: Session,
+        allocate: Allocate = allocate_symmetric,
+        kernel: Kernel = CHAIN_KERNEL,
+        tuning: KernelTuning | None = None,
     ) -> None:
         mesh, device = session.mesh, state.device
         group, self._timeout, self._ranks = mesh.scan_groups[0], mesh.timeout, ranks
-        self._state, self._log_decay = state, log_decay
-        own = dist.get_rank(group)
-        cut = CHAIN_KERNEL.cut(ScanRequest(state, log_decay), Wire(group, "chain", False, mesh.timeout), *_TUNING)
+        self._state, self._transition = state, transition
+        own, request = dist.get_rank(group), ScanRequest(state, transition)
+        cut = kernel.cut(request, ranks, tuning or kernel.tuning(request), None)
         size = ArenaLayout.of(cut.needed, ranks).size
         memory, parts = allocate(size * (ranks // 2), group, device)
         addresses = [parts[position % 2] + position // 2 * size for position in range(ranks)]
-        self._kernel, self._grid, self._num_warps = CHAIN_KERNEL.load(), (cut.ctas, 1, 1), cut.num_warps
+        self._kernel, self._grid, self._num_warps = kernel.load(), (cut.ctas, 1, 1), cut.num_warps
         # The chain's first rank receives nothing.
         self._outputs = [torch.zeros_like(state) for _ in addresses[own::2]]
         self._streams = [torch.cuda.Stream(device) for _ in self._outputs] if device.type == "cuda" else []
@@ -77,7 +85,7 @@ class TwoGpuChain:
         state, output = self._state, self._outputs[index]
         # No carries: placeholders.
         self._kernel[self._grid](
-            *(state, self._log_decay, state, output, state), *self._arguments[index], num_warps=self._num_warps
+            *(state, self._transition, state, output, state), *self._arguments[index], num_warps=self._num_warps
         )
 
     def check(self) -> None:
@@ -87,7 +95,3 @@ class TwoGpuChain:
                 problem = f"no answer within {self._timeout.total_seconds():g} s"
                 operation = f"chain of {self._ranks}, scan {found[0]}"
                 raise CommunicationError(dist.get_rank(), operation, problem, found[2] % 2)
-
-
-# As a scan's: the measured launch parameters, and blocks of 16,384 elements.
-_TUNING = CHAIN_KERNEL.tuning, None

@@ -56,6 +56,7 @@ def start_interpreter() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 
     interpreter.quicken()
+    interpreter.patch_bf16()
     load = InterpreterBuilder.create_masked_load
     last: list[int] = []
 
@@ -81,12 +82,17 @@ def compare(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int],
         interpreter.skip_overflow_checks()
     for reverse in (False, True):
         lane = Lane(reverse)
-        for seed, (algorithm, (number, shape)) in enumerate(itertools.product(ALGORITHMS, enumerate(shapes))):
+        kinds = itertools.product(ALGORITHMS, (False, True), enumerate(shapes))
+        for seed, (algorithm, matrices, (number, shape)) in enumerate(kinds):
+            if matrices and algorithm != "chain" and shape != shapes[-1]:
+                continue
             # The shapes and both directions have all four cases of carries; the smallest shape alone has both carries.
             with_carry, want_carry = CARRIES[(number + len(shapes) * reverse) % 4] if len(shapes) > 1 else (True, True)
             dtype = torch.float64 if seed % 3 == 0 else torch.float32
-            case = f"{algorithm} {reverse=} {shape} {dtype} {with_carry=} {want_carry=}"
-            pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, restarts=True)
+            case = f"{algorithm} {matrices=} {reverse=} {shape} {dtype} {with_carry=} {want_carry=}"
+            pairs = Pairs.make(seed, world_size, shape, dtype, with_carry, True, matrices)
+            if matrices and reverse:  # as in memory where the backward pass has them
+                pairs.transitions = pairs.transitions.mT.contiguous().mT
             scan = pairs.launch(lane, algorithm, rank, "cpu", want_carry)  # type: ignore[arg-type]
             check(f"incoming state of rank {rank}", scan.wait(), pairs.incoming(rank, reverse), case)
             if want_carry:
@@ -149,7 +155,7 @@ def test_transport_fallback_is_logged_once(rank: int, world_size: int) -> None:
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan_choice, "request_problem", lambda request: "too large")
+        patch.setattr(scan_choice, "request_problem", lambda *_: "too large")
         patch.setattr(ScanSpec, "over", lambda *_: lambda request: None)
         patch.setattr(zeco, "scan_alone", lambda _: None)
         patch.setattr(scan_choice.logger, "warning", lambda text, *values: said.append(text % values))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.planning import EAGER, GLA_1B, command, make, make_case, planned
-from zeco_train.collectives.cost_model import Link
+from zeco_train.collectives.cost_model import Link, Load
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.config.schema import group_options
 from zeco_train.errors import ConfigError
@@ -114,14 +114,14 @@ def test_operators_without_kernels_take_the_measured_slow_down() -> None:
 
 @pytest.mark.slow
 def test_matrix_transitions_are_planned_as_they_travel_and_are_kept() -> None:
-    """By messages rather than in one kernel; a transition a layer, unless blocks are recomputed, and those of walks."""
+    """In one kernel; a transition a layer, unless blocks are recomputed, and those of walks."""
     arguments = ["model=gated_deltanet_1b", *GLA_1B[1:], EAGER, "world_size=4", "data.seq_len=65536"]
     case = make_case(*arguments)
     load, shape = load_of(case), (1, 12, 128, 256)
     assert (load.shape, load.matrices) == (shape, True)
     choice = scan_choice(case)
     assert choice is not None
-    assert choice.link is Link.nccl
+    assert choice.link is Link.symmetric
     assert scan_bytes(case, BACKENDS["lasp2"].scans[0]) == 3 * 4 * (12 * 128 * 256 + 12 * 128 * 128)
     cases = (make_case(*arguments, f"train.recompute={name}") for name in ("none", "full"))
     kept = [case.measured("gated_deltanet").kept.fixed for case in cases]
@@ -144,7 +144,11 @@ def test_scan_link_and_cost_within_and_across_nodes() -> None:
         (["world_size=16", "sp.size=8"], "zeco", Link.symmetric),
         (["world_size=8", "sp.all_scan.transport=p2p"], "zeco", Link.nccl),
     ):
-        assert costs_of(make_case("model=gla_1b", *arguments), BACKENDS[backend].scans).link is link
+        case, scans = make_case("model=gla_1b", *arguments), BACKENDS[backend].scans
+        assert costs_of(case, scans, load_of(case)).link is link
+        # No kernel serves matrices of K = 512.
+        for key_dim, served in ((256, link), (512, Link.nccl if link is Link.symmetric else link)):
+            assert costs_of(case, scans, Load(8, (1, 2, key_dim, 8), 4, matrices=True)).link is served
     costs: list[list[str]] = [[], ["scan_alpha_us=1000"], ["scan_gbps=0.1"]]
     cases = (make_case(*GLA_1B, "world_size=16", "data.seq_len=262144", *more) for more in costs)
     choices = [scan_choice(case.by(scan=SCANS["chain"])) for case in cases]

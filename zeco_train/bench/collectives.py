@@ -1,9 +1,10 @@
 """Case `collectives`: time to pass a state to the next ranks, by algorithm and size.
 
-Inputs are states [1, H, K, V] in fp32 and log-decays [1, H, K]. The timed operation is `launch` → `wait` → `finish` on
-the current stream, singly and inside CUDA graphs of several. The baselines, all-gather and all-reduce of the states
-alone, are timed alike; ratios are to the all-gather in the same mode. Consecutive scans in a graph overlap if their
-algorithm lets ranks run ahead of each other, as a chain's does; one at a time they cannot.
+Inputs are states [1, H, K, V] in fp32, and log-decays [1, H, K] or matrices [1, H, K, K]. The timed operation is
+`launch` → `wait` → `finish` on the current stream, singly and inside CUDA graphs of several. The baselines, all-gather
+(of states, and of matrices) and all-reduce (of states), are timed alike; ratios are to the all-gather in the same mode.
+Consecutive scans in a graph overlap if their algorithm lets ranks run ahead of each other, as a chain's does; one at a
+time they cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zeco_train.bench.timing import Runner, Subject, capture_all
 from zeco_train.bench.variants import Variant, gather_all
 from zeco_train.collectives.wire import all_gather_single
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import ScanRequest, StateScan
+from zeco_train.ops.seam import ScanRequest, StateScan, adjoint, fold
 
 # By name, (found, expected).
 Results = dict[str, tuple[Tensor, Tensor]]
@@ -84,7 +85,7 @@ def _measure_size(size: float, config: CollectivesConfig, session: Session, runn
 
 
 class _Inputs:
-    # A rank's state and log-decay, and the expected result of every scan over all ranks' inputs.
+    # A rank's state and transition, and the expected result of every scan over all ranks' inputs.
 
     def __init__(self, config: CollectivesConfig, heads: int, session: Session) -> None:
         self.heads, self._session = heads, session
@@ -92,9 +93,14 @@ class _Inputs:
         generator = torch.Generator(device).manual_seed(config.seed * session.world_size + session.rank)
         shape = (1, heads, config.key_dim, config.value_dim)
         self.state = torch.randn(shape, device=device, generator=generator)
-        self.log_decay = -torch.rand(shape[:3], device=device, generator=generator)
+        self.transition, self._gathered = -torch.rand(shape[:3], device=device, generator=generator), self.state
+        if config.matrices:
+            # Contractions, as the delta rules'.
+            random = torch.randn(*shape[:3], config.key_dim, device=device, generator=generator)
+            self.transition = random / torch.linalg.matrix_norm(random, ord=2, keepdim=True)
+            self._gathered = torch.cat((self.state, self.transition), dim=-1)
         self._states = gather_all(self.state)
-        self._pairs = list(zip(self._states, gather_all(self.log_decay), strict=True))
+        self._pairs = list(zip(self._states, gather_all(self.transition), strict=True))
 
     def started(self, variant: Variant) -> tuple[Subject, Results]:
         # What is timed, and results of it to check.
@@ -105,14 +111,14 @@ class _Inputs:
         return self._scan(variant)
 
     def _all_gather(self) -> tuple[Subject, Results]:
-        gathered = self.state.new_empty((len(self._states), *self.state.shape))
+        gathered = self.state.new_empty((len(self._states), *self._gathered.shape))
 
         def gather() -> Tensor:
             # Flat: gloo and NCCL accept different shapes.
-            all_gather_single(gathered.view(-1), self.state.view(-1))
+            all_gather_single(gathered.view(-1), self._gathered.view(-1))
             return gathered
 
-        results = {"result": (gather().clone(), torch.stack(self._states))}
+        results = {"result": (gather()[..., : self.state.shape[3]].clone(), torch.stack(self._states))}
         return Subject("all_gather", gather, lambda: gathered.zero_()), results
 
     def _all_reduce(self) -> tuple[Subject, Results]:
@@ -143,7 +149,8 @@ class _Inputs:
         return Subject(variant.name, lambda: self._once(scan, False))
 
     def _once(self, scan: StateScan, reverse: bool) -> Tensor:
-        pending = scan.launch(ScanRequest(self.state, self.log_decay, reverse))
+        transition = adjoint(self.transition) if reverse else self.transition
+        pending = scan.launch(ScanRequest(self.state, transition, reverse))
         incoming = pending.wait()
         pending.finish()
         return incoming
@@ -153,6 +160,6 @@ class _Inputs:
         # In the order in which the scan folds them: towards this rank.
         before = self._pairs[:rank:-1] if reverse else self._pairs[:rank]
         running = torch.zeros_like(self.state, dtype=torch.float64)
-        for state, log_decay in before:
-            running = log_decay.double().exp()[..., None] * running + state.double()
+        for state, transition in before:
+            running = fold(state.double(), (adjoint(transition) if reverse else transition).double(), running)
         return running

@@ -125,6 +125,7 @@ class CollectivesConfig(RunsConfig):
     Attributes:
         sizes_mb: MiB of a rank's state, [1, H, K, V] in fp32; must be whole heads.
         key_dim, value_dim: K and V.
+        matrices: transitions are matrices [1, H, K, K], as the delta rules', which the all-gather then has too.
         graph_operations: operations per CUDA graph.
     """
 
@@ -133,6 +134,7 @@ class CollectivesConfig(RunsConfig):
     sizes_mb: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0, 4.0, 8.0])
     key_dim: int = 64
     value_dim: int = 128
+    matrices: bool = False
     graph_operations: int = 10
 
     def validate(self) -> None:

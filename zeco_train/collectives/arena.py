@@ -39,7 +39,7 @@ class TwoShotCapacity(NamedTuple):
     width: int = 1 << 10  # tiles per owner
     tiles: int = 1 << 12  # in total
     slot: int = 1 << 20  # bytes of one rank's part of an owner's tiles
-    decays: int = 1 << 16  # bytes of their log-decays
+    factors: int = 1 << 16  # bytes of their transitions
     results: int = 1 << 22  # bytes of all results
 
 
@@ -80,12 +80,12 @@ class ArenaLayout:
             layout.place("input_flags", ranks * capacity.width * 4)
             layout.place("results_flags", capacity.tiles * 4)
             layout.place("inbox", 2 * ranks * _aligned(capacity.slot))
-            layout.place("decays_box", 2 * ranks * _aligned(capacity.decays))
+            layout.place("factors_box", 2 * ranks * _aligned(capacity.factors))
             # For each parity the incoming states, then the carries.
             layout.place("results", 2 * 2 * _aligned(capacity.results))
             layout.offsets["flag_stride"] = capacity.width
             layout.offsets["inbox_stride"] = _aligned(capacity.slot)
-            layout.offsets["decays_stride"] = _aligned(capacity.decays)
+            layout.offsets["factors_stride"] = _aligned(capacity.factors)
             layout.offsets["results_stride"] = _aligned(capacity.results)
         else:
             layout.place("flags", capacity.blocks * 4)
@@ -173,9 +173,9 @@ class Arena:
         self.capacity = capacity
         self.layout = ArenaLayout.of(capacity, dist.get_world_size(group))
         memory, addresses = allocate(self.layout.size, group, device)
-        # In scan order; the last scan's epoch, and the number of CTAs that have read it; see `kernels/all_scan/`.
+        # In scan order; the last scan's epoch, and counters of its CTAs; see `kernels/all_scan/`.
         self.peers = torch.tensor(addresses[::-1] if reverse else addresses, dtype=torch.int64, device=device)
-        self.control = torch.zeros(2, dtype=torch.int32, device=device)
+        self.control = torch.zeros(3, dtype=torch.int32, device=device)
         self.failure = torch.zeros(1, dtype=torch.int64, device=device)
         self._status = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.status_address = self._status.data_ptr()

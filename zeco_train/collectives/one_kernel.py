@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 from zeco_train.collectives.arena import Arena, Capacity, ChainCapacity, TwoShotCapacity
-from zeco_train.collectives.wire import Wire
-from zeco_train.ops.seam import ScanRequest
+from zeco_train.collectives.cost_model import Load
+from zeco_train.ops.seam import ScanRequest, is_matrix
 
 # Tests run the kernels on a CPU under Triton's interpreter.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,6 +32,7 @@ class KernelTuning:
 # Measured on 2 and 4 H200s, 1 and 4 MB, over 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would gain
 # up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
 _MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
+_MATRIX_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -66,53 +69,90 @@ class Kernel:
 
     module: str
     name: str
-    # (request, wire, tuning, blocks) → partitioning of a call
-    cut: Callable[[ScanRequest, Wire, KernelTuning, int | None], Partition]
-    tuning: KernelTuning = _MEASURED
+    # (request, ranks, tuning, blocks) → partitioning of a call
+    cut: Callable[[ScanRequest, int, KernelTuning, int | None], Partition]
+    most_keys: int  # K of matrices
+    of_matrices: KernelTuning
+    measured: bool  # with matrices; if not, `auto` never takes it for them
+
+    def serves(self, load: Load) -> bool:
+        return not load.matrices or load.shape[2] <= self.most_keys
+
+    def tuning(self, request: ScanRequest) -> KernelTuning:
+        return self.of_matrices if is_matrix(request.transition) else _MEASURED
 
     def load(self) -> Any:
         return getattr(import_module(self.module), self.name)
 
 
-def _two_shot_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks: int | None) -> Partition:
+def _two_shot_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: int | None) -> Partition:
     # Tiles span all of K and part of V: never cut along K, since a transition may mix a column's elements.
     batch, heads, key_dim, value_dim = request.state.shape
-    rows = power_of_2(key_dim)
-    # At least four columns, one vector access in fp32.
-    columns = max(4, min(power_of_2(value_dim), tuning.elements // rows))
+    matrices = is_matrix(request.transition)
+    rows = max(16 if matrices else 1, power_of_2(key_dim))
+    # At least four columns, one vector access in fp32; sixteen for products.
+    columns = max(16 if matrices else 4, min(power_of_2(value_dim), tuning.elements // rows))
     tiles = batch * heads * -(-value_dim // columns)
-    width = -(-tiles // wire.size)
+    width = -(-tiles // ranks)
     size = request.state.element_size()
     tile = key_dim * columns * size
+    transitions = width * rows * (rows if matrices else 1)
     return Partition(
-        needed=TwoShotCapacity(width, tiles, width * tile, width * rows * size, tiles * tile),
+        needed=TwoShotCapacity(width, tiles, width * tile, transitions * size, tiles * tile),
         ctas=min(width, tuning.ctas),
         num_warps=tuning.num_warps,
         sizes=(tiles, width),
         places=(
             *("flag_stride", "results_flags", "inbox", "inbox_stride"),
-            *("decays_box", "decays_stride", "results", "results_stride"),
+            *("factors_box", "factors_stride", "results", "results_stride"),
         ),
-        constants=(key_dim, value_dim, rows, columns),
+        constants=(key_dim, value_dim, rows, columns, matrices, is_transposed(request.transition)),
     )
 
 
-def _chain_cut(request: ScanRequest, wire: Wire, tuning: KernelTuning, blocks: int | None) -> Partition:
-    # Blocks are runs of rows of [B·H·K, V].
-    value_dim = request.state.shape[3]
-    rows = request.transition.numel()
-    block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))
-    count = -(-rows // block_rows)
-    columns = power_of_2(value_dim)
-    held = max(1, min(power_of_2(block_rows), tuning.elements // columns))
+def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: int | None) -> Partition:
+    batch, heads, key_dim, value_dim = request.state.shape
+    rows = batch * heads * key_dim
+    matrices = is_matrix(request.transition)
+    keys, columns = power_of_2(key_dim), power_of_2(value_dim)
+    pieces = groups = 1
+    if matrices:
+        # Blocks are tiles of a head's rows and of columns; products take tiles of at least 16 × 16, of 64 rows for the
+        # four warps of a CTA. 64 rows of a matrix, split in three of bf16, are at most 96 KB of shared memory.
+        keys = max(16, keys)
+        block_rows = held = min(keys, _MATRIX_ROWS)
+        units = batch * heads * -(-key_dim // held)
+        asked = columns if blocks is None else columns * units // blocks
+        columns = max(16, min(columns, tuning.elements // keys, power_of_2(asked)))
+        pieces = -(-value_dim // columns)
+        groups = max(1, min(pieces, tuning.ctas // units))
+    else:
+        # Blocks are runs of rows of [B·H·K, V].
+        block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))
+        units = -(-rows // block_rows)
+        held = max(1, min(power_of_2(block_rows), tuning.elements // columns))
     return Partition(
-        needed=ChainCapacity(count, request.state.numel() * request.state.element_size()),
-        ctas=min(count, tuning.ctas),
+        needed=ChainCapacity(units * pieces, request.state.numel() * request.state.element_size()),
+        ctas=min(units * groups, tuning.ctas),
         num_warps=tuning.num_warps,
-        sizes=(rows, block_rows, count),
+        sizes=(rows, block_rows, units * groups),
         places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
-        constants=(value_dim, columns, held),
+        constants=(
+            value_dim,
+            columns,
+            held,
+            matrices * key_dim,
+            keys,
+            is_transposed(request.transition),
+            pieces,
+            groups,
+        ),
     )
+
+
+def is_transposed(transition: Tensor) -> bool:
+    """Whether a transition is of matrices that lie transposed in memory, as those of a reverse scan do."""
+    return is_matrix(transition) and not transition.is_contiguous() and transition.mT.is_contiguous()
 
 
 def power_of_2(number: int) -> int:
@@ -120,5 +160,6 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-CHAIN_KERNEL = Kernel("zeco_train.kernels.all_scan.chain", "chain_kernel", _chain_cut)
-TWO_SHOT_KERNEL = Kernel("zeco_train.kernels.all_scan.two_shot", "two_shot_kernel", _two_shot_cut)
+_CHAIN, _TWO_SHOT = "zeco_train.kernels.all_scan.chain", "zeco_train.kernels.all_scan.two_shot"
+CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(64, 4, 4096), True)
+TWO_SHOT_KERNEL = Kernel(_TWO_SHOT, "two_shot_kernel", _two_shot_cut, 128, KernelTuning(32, 8, 4096), False)

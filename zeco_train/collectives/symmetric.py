@@ -5,7 +5,7 @@ worker's stream, and failure reporting to the host. Nothing here synchronises wi
 captured into a CUDA graph once one of its size has run outside.
 
 On the wire, per rank, of S bytes a state: `chain` receives S and sends S; `two_shot` sends (P − 1)/P S and the
-log-decays to owners and receives as much in results. `carry_out` adds S to the bytes received.
+transitions to owners and receives as much in results. `carry_out` adds S to the bytes received.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeco_train.collectives.arena import (
     keep,
     on_all_ranks,
 )
-from zeco_train.collectives.one_kernel import INTERPRETED, Kernel, KernelTuning, power_of_2
+from zeco_train.collectives.one_kernel import INTERPRETED, Kernel, KernelTuning, is_transposed, power_of_2
 from zeco_train.collectives.wire import Wire, has_streams, is_capturing
 from zeco_train.collectives.worker import ScanJob, ScanSpec, ScanWorker, scan_alone
 from zeco_train.errors import CommunicationError
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 
 def request_problem(request: ScanRequest) -> str | None:
-    """Why the kernels, whose tiles span all of K, or of V, do not support a scan; None if they do."""
-    if is_matrix(request.transition):
-        return "matrix transitions: not yet"
+    """Why the kernels, whose tiles span all of K, or of V, support no scan of this size; None if they do."""
     batch, heads, key_dim, value_dim = request.state.shape
     if key_dim > 2048 or value_dim > 4096:
         return f"K={key_dim}, V={value_dim}"
+    if is_matrix(request.transition):
+        value_dim = max(key_dim, value_dim)
     # The kernels' offsets are 32-bit (`kernels/all_scan/__init__.py`).
     elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
@@ -90,10 +90,17 @@ class _Launch:
 
 class _OneKernel(ScanJob):
     def __init__(
-        self, request: ScanRequest, operation: str, launch: _Launch, zeros: Callable[[Tensor], Tensor]
+        self, request: ScanRequest, algorithm: ScanSpec, launch: _Launch, zeros: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(request)
-        self.operation, self._launch, self._zeros = operation, launch, zeros
+        self.operation, self._algorithm = f"symmetric_{algorithm.name}", algorithm
+        self._launch, self._zeros = launch, zeros
+
+    @property
+    def is_late(self) -> bool:
+        # Walks of the delta rules fill the device: a kernel that waits on some multiprocessors would hold them up.
+        request, is_end = self.request, self._algorithm.one_way and self.wire.is_last
+        return is_end and is_matrix(request.transition) and not request.want_carry
 
     def run(self) -> None:
         request, wire, scan = self.request, self.wire, self.scan
@@ -110,7 +117,10 @@ class _OneKernel(ScanJob):
             output = torch.empty_like(state)
         if scan.carry is not None:
             carry_out = torch.empty_like(state)
-        self._launch(state, request.transition.contiguous(), carry_in, output, carry_out)
+        transition = request.transition
+        if not is_transposed(transition):
+            transition = transition.contiguous()
+        self._launch(state, transition, carry_in, output, carry_out)
         if not wire.is_first:
             scan.incoming.set_result(output)
         if scan.carry is not None:
@@ -131,21 +141,21 @@ class SymmetricScans:
         worker.checks.append(self.check)
 
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> LaunchedScan:
-        """Start the scan; it completes without this rank's `wait`.
+        """Start the scan; what other ranks need of this one goes on without its `wait`.
 
         `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements. Raises
         CommunicationError if an earlier scan of the worker failed; RuntimeError if a CUDA graph is being captured and
         no scan like this one has run, or out of memory.
         """
-        operation, kernel = f"symmetric_{algorithm.name}", algorithm.kernel
-        wire = self._worker.wire(operation, request.reverse)
+        kernel, wire = algorithm.kernel, self._worker.wire(f"symmetric_{algorithm.name}", request.reverse)
         if wire.size == 1:
             return scan_alone(request)
         # Prepare before involving the worker: a refused call then fails no other scan and keeps its stream out of a
         # capture.
         assert kernel is not None
-        prepared = self._prepared(request, kernel, self._tuning.get(algorithm.name, kernel.tuning), blocks, wire)
-        return self._worker.launch(_OneKernel(request, operation, prepared, self._cached_zeros))
+        tuning = self._tuning.get(algorithm.name) or kernel.tuning(request)
+        prepared = self._prepared(request, kernel, tuning, blocks, wire)
+        return self._worker.launch(_OneKernel(request, algorithm, prepared, self._cached_zeros))
 
     def check(self) -> None:
         """Raise CommunicationError if a scan has failed, without waiting for those in flight."""
@@ -180,7 +190,8 @@ class SymmetricScans:
         # For scans like this one, cached. Collective if memory must be allocated.
         has_carry = wire.is_first and request.carry_in is not None
         state, want_carry = request.state, request.want_carry
-        key = (kernel.name, wire.reverse, state.shape, state.dtype, blocks, has_carry, want_carry)
+        kind = request.transition.ndim, is_transposed(request.transition)
+        key = (kernel.name, wire.reverse, state.shape, state.dtype, kind, blocks, has_carry, want_carry)
         launch = self._launches.get(key)
         if launch is None:
             if is_capturing(state.device):
@@ -190,7 +201,7 @@ class SymmetricScans:
                 )
             self._worker.check()  # peers may be gone
             with torch.cuda.device_of(state):
-                cut = kernel.cut(request, wire, tuning, blocks)
+                cut = kernel.cut(request, wire.size, tuning, blocks)
                 arena, seconds = self._arena(cut.needed, request, wire), self._worker.timeout.total_seconds()
                 fixed = cut.arguments(
                     arena, wire.position, wire.size, seconds, has_carry=has_carry, want_carry=want_carry

@@ -70,12 +70,12 @@ def _bytes_sent(load: Load, want_carry: bool) -> float:
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
     if costs.link is Link.symmetric:
-        # Measured without the transitions; the kernel's owners have tiles, not columns.
-        slices = 2 * load.state_bytes / load.ranks
+        # Measured without log-decays; the kernel's owners have tiles, not columns.
+        slices = (2 * load.state_bytes + load.matrices * load.transition_bytes) / load.ranks
     else:
         columns, transitions = slice_bytes(load, load.ranks)
         slices = 2 * columns + transitions
-    return 2 * costs.exchange_seconds(load, slices / 2)
+    return 2 * costs.exchange_seconds(load, slices / 2) + load.matrices * (load.ranks - 2) * costs.fold
 
 
 TWO_SHOT = ScanSpec(

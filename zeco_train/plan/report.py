@@ -332,7 +332,7 @@ def _advice(plan: Plan) -> list[str]:
 
 def _assumptions(case: PlannedCase) -> dict[str, str]:
     machine, dtype, blocks = case.machine, case.config.train.dtype, scanning_blocks(case)
-    costs = costs_of(case, case.config.sp.scans_over(case.topology), matrices=load_of(case).matrices)
+    costs = costs_of(case, case.config.sp.scans_over(case.topology), load_of(case))
     rows = {
         "matrix products": f"{machine.flops[dtype] / 1e12:.4g} TFLOP/s in {dtype.value}",
         "memory bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s",

@@ -49,10 +49,10 @@ def scanning_blocks(case: PlannedCase) -> list[BlockSpec]:
     return [block for block in case.spec.blocks.values() if block.state_shapes]
 
 
-def costs_of(case: PlannedCase, scans: Sequence[ScanSpec], *, matrices: bool = False) -> Costs:
-    """Costs of the link of these scans; transitions that are matrices go by messages."""
+def costs_of(case: PlannedCase, scans: Sequence[ScanSpec], load: Load) -> Costs:
+    """Costs of the link of these scans; a load that no kernel serves goes by messages."""
     link, transport = case.link, case.config.sp.all_scan.transport
-    in_kernel = not matrices and any(scan.kernel for scan in scans)
+    in_kernel = any(scan.runs_on(Link.symmetric, load) for scan in scans)
     if link is Link.nccl and transport is not AllScanTransport.p2p and in_kernel:
         link = Link.symmetric
     return case.machine.scans[link]
@@ -76,7 +76,7 @@ def scan_choice(case: PlannedCase, block: BlockSpec | None = None) -> ScanChoice
     # A configured number of blocks implies a fixed algorithm.
     blocks = settings.all_scan.num_blocks if len(scans) == 1 else None
     load = load_of(case, block)
-    return fastest_scan(scans, costs_of(case, scans, matrices=load.matrices), load, blocks)
+    return fastest_scan(scans, costs_of(case, scans, load), load, blocks)
 
 
 def load_of(case: PlannedCase, block: BlockSpec | None = None) -> Load:

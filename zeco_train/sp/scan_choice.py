@@ -51,12 +51,14 @@ def fastest_scan(scans: Sequence[ScanSpec], costs: Costs, load: Load, blocks: in
     one kernel.
     """
     choices = []
-    for scan in scans:
-        if scan.runs_on(costs.link):
-            count = blocks if scan.best_blocks else None
-            if count is None and scan.best_blocks and costs.link is not Link.symmetric:
-                count = scan.best_blocks(costs, load)
-            choices.append(ScanChoice(scan, costs.link, count, scan.seconds(costs, load, count)))
+    able = [scan for scan in scans if scan.runs_on(costs.link, load)]
+    if costs.link is Link.symmetric and load.matrices:
+        able = [scan for scan in able if scan.kernel and scan.kernel.measured] or able
+    for scan in able:
+        count = blocks if scan.best_blocks else None
+        if count is None and scan.best_blocks and costs.link is not Link.symmetric:
+            count = scan.best_blocks(costs, load)
+        choices.append(ScanChoice(scan, costs.link, count, scan.seconds(costs, load, count)))
     return min(choices, key=lambda choice: choice.seconds)
 
 
@@ -92,6 +94,8 @@ class ScanChooser:
         """
         link = self.link(request.state.device)
         problem = request_problem(request) if link is Link.symmetric else None
+        if problem is None and not any(scan.runs_on(link, load) for scan in scans):
+            problem = f"no kernel for matrices of K={load.shape[2]}"
         if problem is not None:
             self._fall_back(problem)
             # The ranks could use symmetric memory, so they are on one machine.

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.campaign
 
 
 UNEVEN_SCANS = 30
+TALL = (1, 2, 40, 20)
 
 
 def uneven_pace(lane: Lane, rank: int, world_size: int) -> None:
@@ -29,7 +30,7 @@ def uneven_pace(lane: Lane, rank: int, world_size: int) -> None:
     for number in range(UNEVEN_SCANS):
         # Small shapes first: later ones exceed the capacity of the first arenas.
         shape, algorithm = common.choice(SHAPES[::-1][: 1 + 4 * number // UNEVEN_SCANS]), common.choice(ALGORITHMS)
-        pairs = Pairs.make(number, world_size, shape, torch.float32, False, number % 2 == 0)
+        pairs = Pairs.make(number, world_size, shape, torch.float32, False, number % 2 == 0, common.random() < 0.5)
         if own.random() < 0.2:
             time.sleep(0.05 * own.random())
         want_carry = common.random() < 0.3
@@ -86,12 +87,14 @@ def missing_peer(rank: int, algorithm: str) -> None:
 
 def suite(rank: int, world_size: int) -> None:
     start_interpreter()
-    from zeco_train.collectives import arena
+    from zeco_train.collectives import arena, one_kernel
 
+    # Several tiles of a matrix's rows.
+    one_kernel._MATRIX_ROWS = 16
     for least in (arena.TwoShotCapacity, arena.ChainCapacity) if world_size == 3 else ():
         # The defaults of its fields.
         least.__new__.__defaults__ = (1,) * len(least._fields)
-    compare(rank, world_size, SHAPES)
+    compare(rank, world_size, (*SHAPES, TALL))
     for reverse in (False, True) if world_size == 3 else ():
         lane = Lane(reverse)
         uneven_pace(lane, rank, world_size)

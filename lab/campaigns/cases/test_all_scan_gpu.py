@@ -45,12 +45,17 @@ class Lane:
         self.errors: list[tuple[str, Tensor, torch.dtype]] = []
 
     def known(
-        self, seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, with_carry: bool = False
+        self,
+        seed: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        with_carry: bool = False,
+        matrices: bool = False,
     ) -> tuple[Pairs, Tensor, Tensor]:
         """All pairs on this rank's device, its expected incoming state, and the expected carry."""
-        key = seed, shape, dtype, with_carry
+        key = seed, shape, dtype, with_carry, matrices
         if key not in self._known:
-            pairs = Pairs.make(seed, self.world_size, shape, dtype, with_carry, restarts=seed % 2 == 1)
+            pairs = Pairs.make(seed, self.world_size, shape, dtype, with_carry, seed % 2 == 1, matrices)
             expected = pairs.incoming(self.rank, self.reverse), pairs.incoming(self.world_size, self.reverse)
             on_device = Pairs(pairs.states.cuda(), pairs.transitions.cuda(), _cuda(pairs.carry_in))
             self._known[key] = on_device, expected[0].cuda(), expected[1].cuda()
@@ -89,9 +94,10 @@ def cases() -> Iterator[tuple[tuple[int, ...], torch.dtype, bool, bool]]:
 def every_case(lanes: list[Lane]) -> None:
     for lane in lanes:
         for algorithm in ALGORITHMS:
-            for seed, (shape, dtype, with_carry, want_carry) in enumerate(cases()):
-                case = f"{algorithm} {shape} {dtype} {with_carry=} {want_carry=}"
-                pairs, incoming, carry = lane.known(seed, shape, dtype, with_carry)
+            kinds = itertools.product((False, True), enumerate(cases()))
+            for matrices, (seed, (shape, dtype, with_carry, want_carry)) in kinds:
+                case = f"{algorithm} {matrices=} {shape} {dtype} {with_carry=} {want_carry=}"
+                pairs, incoming, carry = lane.known(seed, shape, dtype, with_carry, matrices)
                 first = None
                 for _ in range(3):
                     scan = lane.launch(algorithm, pairs, want_carry)
@@ -112,9 +118,9 @@ def uneven_pace(lanes: list[Lane], count: int, seconds: float) -> None:
     rank = lanes[0].rank
     common, own = random.Random(0), random.Random(rank)
     # Compile all kernels first, so that the time limit excludes compilation.
-    kinds = itertools.product(lanes, ALGORITHMS, (ODD, EVEN), (None, 2, 5), (False, True))
-    for lane, algorithm, shape, blocks, want_carry in kinds:
-        lane.launch(algorithm, lane.known(0, shape)[0], want_carry, blocks).wait()
+    kinds = itertools.product(lanes, ALGORITHMS, (ODD, EVEN), (None, 2, 5), (False, True), (False, True))
+    for lane, algorithm, shape, blocks, want_carry, matrices in kinds:
+        lane.launch(algorithm, lane.known(0, shape, matrices=matrices)[0], want_carry, blocks).wait()
     for lane in lanes:
         lane.worker.drain()
     dist.barrier()
@@ -124,7 +130,7 @@ def uneven_pace(lanes: list[Lane], count: int, seconds: float) -> None:
         lane, algorithm = common.choice(lanes), common.choice(ALGORITHMS)
         shape = ODD if common.random() < 0.7 else EVEN
         blocks, want_carry = common.choice((None, 2, 5)), common.random() < 0.3
-        pairs, incoming, carry = lane.known(common.randrange(4), shape)
+        pairs, incoming, carry = lane.known(common.randrange(4), shape, matrices=common.random() < 0.5)
         if own.random() < 0.02:
             torch.cuda._sleep(own.randrange(1 << 20))  # up to 0.5 ms
         name = f"scan {number}, {algorithm} {shape} {blocks=} {want_carry=}"

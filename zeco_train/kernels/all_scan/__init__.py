@@ -1,6 +1,6 @@
 """All-Scan in one launch over memory that all ranks of an NVLink domain map (docs/mathematics.md).
 
-    R_0 = carry_in,    R_{p+1} = exp(log_decay_p) ⊙_K R_p + state_p
+    R_0 = carry_in,    R_{p+1} = exp(log_decay_p) ⊙_K R_p + state_p    or    M_p R_p + state_p
 
 A rank writes into its peers' memory with plain stores and then raises a flag there; it waits for flags in its own
 memory. The protocol is correct for any delay of any rank and of any of its CTAs:
@@ -11,7 +11,9 @@ memory. The protocol is correct for any delay of any rank and of any of its CTAs
   and another one between the thread that saw a flag (acquire) and the loads of the others.
 - The positions of data and flags are fixed by the arena, for any shape or number of CTAs (collectives/symmetric.py).
 - CTA c of a rank waits only for CTAs c of other ranks (for `chain`'s credit: for CTA 0), all of which run or have run:
-  they are few, and launched in order.
+  they are few, and launched in order. For a fold by a matrix, whose parts several CTAs send, it also waits for others:
+  in `chain` for those of the rank before, and wherever such waits could go round in a circle only once all CTAs of its
+  own rank have started.
 - Every wait is bounded: after `limit` nanoseconds the CTA reports the wait to the host, sets the arena's failure word,
   outputs NaN, and raises no further flag. Later kernels of the arena find the word set and do the same.
 
@@ -123,7 +125,20 @@ def advance(control, epoch):
     tl.debug_barrier()
     if tl.atomic_add(control + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(control + 1, 0)
-        tl.store(control, epoch)
+        tl.store(control + 2, 0)
+        tl.atomic_xchg(control, epoch, sem="release", scope="gpu")
+
+
+@triton.jit
+def all_started(control, epoch):
+    """Whether all CTAs of this scan have called `advance`."""
+    return tl.atomic_add(control, 0, sem="acquire", scope="gpu") == epoch
+
+
+@triton.jit
+def take(control):
+    """A number that no other CTA of this scan gets, from 0 on."""
+    return tl.atomic_add(control + 2, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -145,3 +160,42 @@ def flag_at(address):
 def data_at(address, like):
     """A pointer to elements of the type that `like` points to; arenas keep everything on 16 bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def load_matrix(x, head, row, end, K: tl.constexpr, KB: tl.constexpr, SUB: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[SUB, KB] of the matrix of the head that begins at row `head`, from `row` on, below `end`; zeros outside."""
+    r, k = row + tl.arange(0, SUB)[:, None], tl.arange(0, KB)[None, :]
+    places = head * K + k * K + (r - head) if TRANSPOSED else r * K + k
+    return tl.load(x + places, mask=(r < end) & (k < K), other=0.0)
+
+
+@triton.jit
+def split(x):
+    """Three tensors in bf16, the sum of which is x but for 2⁻²⁴ of it; of fp64 x itself."""
+    if x.dtype == tl.float64:
+        parts = x, x, x
+    else:
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        parts = high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return parts
+
+
+@triton.jit
+def product(a, b):
+    """The product of two matrices, each `split`, on tensor cores with the error of fp32; the smallest terms first.
+
+    Tensor cores truncate their sums, always towards 0. So those of the largest term are of 32 products each, 0 for all
+    other k, and are added up with rounding: a number of imprecise sums keeps Triton from doing so on tensor cores.
+    """
+    if a[0].dtype == tl.float64:
+        total = tl.dot(a[0], b[0], out_dtype=tl.float64)
+    else:
+        total = tl.dot(a[2], b[0], tl.dot(a[1], b[1], tl.dot(a[0], b[2])))
+        total = tl.dot(a[1], b[0], tl.dot(a[0], b[1], total))
+        part = tl.arange(0, b[0].shape[0])[:, None] // 32
+        for n in tl.static_range((b[0].shape[0] + 31) // 32):
+            total += tl.dot(a[0], tl.where(part == n, b[0], 0.0).to(tl.bfloat16), max_num_imprecise_acc=32)
+    return total

@@ -5,7 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeco_train.kernels.all_scan import advance, data_at, flag_at, give_up, signal, start, wait_for
+from zeco_train.kernels.all_scan import (
+    advance,
+    data_at,
+    flag_at,
+    give_up,
+    load_matrix,
+    product,
+    signal,
+    split,
+    start,
+    wait_for,
+)
 
 
 @triton.jit
@@ -37,32 +48,44 @@ def tile_offsets(K: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
+def fold(value, factor, before, MATRIX: tl.constexpr):
+    """A tile's state after a rank, from that before it; `factor` holds log-decays [KB, 1], or a matrix [KB, KB]."""
+    return value + (product(split(factor), split(before)) if MATRIX else tl.exp(factor) * before)
+
+
+@triton.jit
 def load_input(
     state,
-    log_decay,
+    transition,
     carry_in,
     tile,
     valid,
     HAS_CARRY: tl.constexpr,
+    MATRIX: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     KB: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """This rank's input to a tile: its state, with `carry_in` folded in if it has one, and the log-decays."""
+    """This rank's input to a tile: its state, with `carry_in` folded in if it has one, and the transition."""
     NV: tl.constexpr = (V + BV - 1) // BV
     k = tl.arange(0, KB)[:, None]
-    decays = tl.load(log_decay + (tile // NV) * K + k, mask=(k < K) & valid, other=0.0)
+    head = tile // NV * K  # its first row
+    if MATRIX:
+        factor = load_matrix(transition, head, head, head + tl.where(valid, K, 0), K, KB, KB, TRANSPOSED)
+    else:
+        factor = tl.load(transition + head + k, mask=(k < K) & valid, other=0.0)
     value = load_state_tile(state, tile, valid, K, V, KB, BV)
     if HAS_CARRY:
-        value += tl.exp(decays) * load_state_tile(carry_in, tile, valid, K, V, KB, BV)
-    return value, decays
+        value = fold(value, factor, load_state_tile(carry_in, tile, valid, K, V, KB, BV), MATRIX)
+    return value, factor
 
 
 @triton.jit(do_not_specialize=["tiles", "width", "limit"])
 def two_shot_kernel(
     state,  # [B·H, K, V]
-    log_decay,  # [B·H, K]
+    transition,  # log-decays [B·H, K], or matrices [B·H, K, K], each or its transpose
     carry_in,  # like the state; read if HAS_CARRY
     output,  # like the state; written unless POSITION is 0
     carry_out,  # like the state; written if WANT_CARRY
@@ -77,8 +100,8 @@ def two_shot_kernel(
     results_flags,  # offsets in an arena, bytes; the flags of inputs are at 0
     inbox,
     inbox_stride,  # of one rank's tiles
-    decays_box,
-    decays_stride,
+    factors_box,
+    factors_stride,
     results,
     results_stride,  # of all tiles
     POSITION: tl.constexpr,
@@ -87,6 +110,8 @@ def two_shot_kernel(
     V: tl.constexpr,
     KB: tl.constexpr,
     BV: tl.constexpr,
+    MATRIX: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     HAS_CARRY: tl.constexpr,
     WANT_CARRY: tl.constexpr,
     LANES: tl.constexpr,
@@ -97,9 +122,10 @@ def two_shot_kernel(
     Owner j has tiles [j·width, (j+1)·width). It waits for all ranks' inputs of a tile before it writes any result, so
     each of them has ended its previous scan and copied its results; it raises the results' flags after its last load of
     the inputs, and every rank waits for all results, so the next scan's inputs overwrite nothing that is still read.
-    Inputs and results are also double-buffered by the epoch's parity.
+    Inputs and results are also double-buffered by the epoch's parity. Each tile travels with its head's transition.
     """
     TILE: tl.constexpr = K * BV
+    WIDTH: tl.constexpr = KB if MATRIX else 1  # of a factor
     cta = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     is_rank = lanes < P
@@ -111,31 +137,35 @@ def two_shot_kernel(
     k = tl.arange(0, KB)[:, None]
     offsets = tile_offsets(K, KB, BV)
     inside = (k < K) & (tl.arange(0, BV) < BV)[None, :]
+    of_factor = tile_offsets(K, KB, WIDTH)
 
     # 1. This rank's part of every owner's tiles, beginning with the next rank's, so that not all write to one rank.
     slot = inbox + (parity * P + POSITION) * inbox_stride
-    decays_slot = decays_box + (parity * P + POSITION) * decays_stride
+    factors_slot = factors_box + (parity * P + POSITION) * factors_stride
     if failed == 0:
         for i in range(cta, width, tl.num_programs(0)):
             if POSITION < P - 1 or WANT_CARRY:
                 owner: tl.constexpr = (POSITION + 1) % P
                 tile = owner * width + i
-                value, decays = load_input(state, log_decay, carry_in, tile, tile < tiles, HAS_CARRY, K, V, KB, BV)
+                value, factor = load_input(
+                    state, transition, carry_in, tile, tile < tiles, HAS_CARRY, MATRIX, TRANSPOSED, K, V, KB, BV
+                )
                 for n in tl.static_range(P):
                     # The load of the next tile overlaps the store of this one.
                     if n + 1 < P:
                         after = ((POSITION + 2 + n) % P) * width + i
-                        value_after, decays_after = load_input(
-                            state, log_decay, carry_in, after, after < tiles, HAS_CARRY, K, V, KB, BV
+                        exists = after < tiles
+                        value_after, factor_after = load_input(
+                            state, transition, carry_in, after, exists, HAS_CARRY, MATRIX, TRANSPOSED, K, V, KB, BV
                         )
                     valid = ((POSITION + 1 + n) % P) * width + i < tiles
                     arena = tl.load(peers + (POSITION + 1 + n) % P)
                     place = data_at(arena + slot, state) + i * TILE
                     tl.store(place + offsets, value, mask=inside & valid)
-                    place = data_at(arena + decays_slot, state) + i * KB
-                    tl.store(place + k, decays, mask=(k < K) & valid)
+                    place = data_at(arena + factors_slot, state) + i * (KB * WIDTH)
+                    tl.store(place + of_factor, factor, mask=(k < K) & valid)
                     if n + 1 < P:
-                        value, decays = value_after, decays_after
+                        value, factor = value_after, factor_after
             flags = flag_at(arenas + (POSITION * flag_stride + i) * 4)
             signal(flags, is_rank & (lanes * width + i < tiles), epoch, ASM)
     advance(control, epoch)
@@ -151,9 +181,10 @@ def two_shot_kernel(
                 failed = 1
             else:
                 place = data_at(own + inbox + parity * P * inbox_stride, state) + i * TILE
-                decays_place = data_at(own + decays_box + parity * P * decays_stride, state) + i * KB
+                factors_place = data_at(own + factors_box + parity * P * factors_stride, state)
+                factors_place += i * (KB * WIDTH) + of_factor
                 value = tl.load(place + offsets, mask=inside, other=0.0)
-                decays = tl.load(decays_place + k, mask=k < K, other=0.0)
+                factor = tl.load(factors_place, mask=k < K, other=0.0)
                 running = tl.zeros_like(value)
                 target = results + parity * 2 * results_stride
                 for p in tl.static_range(P):
@@ -161,16 +192,16 @@ def two_shot_kernel(
                         value_after = tl.load(
                             place + (p + 1) * (inbox_stride // size) + offsets, mask=inside, other=0.0
                         )
-                        decays_after = tl.load(
-                            decays_place + (p + 1) * (decays_stride // size) + k, mask=k < K, other=0.0
+                        factor_after = tl.load(
+                            factors_place + (p + 1) * (factors_stride // size), mask=k < K, other=0.0
                         )
                     if p > 0:
                         at = data_at(tl.load(peers + p) + target, state) + tile * TILE
                         tl.store(at + offsets, running, mask=inside)
                     if p < P - 1 or WANT_CARRY:
-                        running = tl.exp(decays) * running + value
+                        running = value if p == 0 else fold(value, factor, running, MATRIX)
                     if p + 1 < P - 1 or (p + 1 < P and WANT_CARRY):
-                        value, decays = value_after, decays_after
+                        value, factor = value_after, factor_after
                 if WANT_CARRY:
                     for p in tl.static_range(P):
                         at = data_at(tl.load(peers + p) + target + results_stride, state) + tile * TILE
