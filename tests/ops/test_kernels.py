@@ -52,7 +52,6 @@ SMALL = {
     "gla, odd sizes": KernelCase("gla", 150, (2, 2, 2, 5, 7), 1.0, changes=FEW),
     "gla, tiles of K and V": KernelCase("gla", 200, (1, 1, 1, 40, 48), changes=FEW),
     "gla, strong decays": KernelCase("gla", 130, rate=50.0),
-    "gla, steep chunks": KernelCase("gla", 200, (1, 1, 1, 16, 16), 60.0, (0, 64, 130), vanishing=1, changes=FEW),
     "gla, mild chunks and others": KernelCase("gla", 500, (1, 2, 2, 5, 7), 3.3),
     "gla, the strongest reset": KernelCase("gla", 150, reset=-3e38),
     "gla, documents": KernelCase("gla", 300, documents=(0, 70, 128, 129, 200), changes=(("programs", 2),)),
@@ -147,7 +146,7 @@ SMALL = {
 QUICK = {
     "decays": [
         *("gla, segments and documents", "scalar, two groups", "fixed", "scalar, by chunks", "fixed, by tiles of keys"),
-        *("scalar, by pairs", "gla, steep chunks"),
+        "scalar, by pairs",
     ],
     "delta rules": ["kda, documents", "gated, groups, batches"],
     "elementwise": [
@@ -175,7 +174,7 @@ def limit(case: KernelCase, name: str, dtype: torch.dtype) -> float:
     Of bf16 8 bits in each operand, an rms error of 2^-9/√3 each; a few in a row. dg of scalar decays is a number per
     token and head, as inexact as one product of two sums of bf16 products may be. dg of pairs is 0 if decays vanish.
     """
-    if case.vanishing == 1 and case.operator == "kda" and name == "dg":
+    if case.vanishing == 1 and name == "dg":
         return 1.0 + 1e-4
     if case.operator in ("hgrn", "short_conv"):
         return (2e-6 if case.operator == "hgrn" else 1e-6) if dtype == torch.float32 else 5e-3
@@ -248,7 +247,7 @@ def test_kernels_compile_within_shared_memory() -> None:
     """The GPU compiler runs without a GPU and refuses code that the interpreter accepts: narrow tiles of odd sizes."""
     case = KernelCase("gla", 192, (1, 2, 2, 40, 24), 0.2, (0, 70))
     found = run_distributed(compiled, 1, 90, torch.bfloat16, case, fresh=True)[0]
-    assert len(found) == 7
+    assert len(found) == 8
     assert max(found.values()) <= SHARED_MEMORY[90], found
 
 
