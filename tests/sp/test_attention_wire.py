@@ -102,8 +102,9 @@ def test_peak_of_a_backward_pass_is_what_the_planner_counts(
     """Between what a method holds, and that with the gradients of the layer's own tokens, which the layer lists."""
     monkeypatch.setattr(MODULES[name], "attend_backward", _gradients)
     wide = accumulation_dtype(dtype)
-    for heads, replayed in ((4, True), (8, True), (8, False)):
-        load = AttentionLoad(heads, 4, HEAD_DIM, TOKENS, ranks, window, dtype.itemsize, wide.itemsize, 1, replayed)
+    for heads, key_heads, replayed in ((4, 4, True), (8, 4, True), (8, 4, False)):
+        load = AttentionLoad(heads, key_heads, HEAD_DIM, TOKENS, ranks, window, dtype.itemsize, wide.itemsize)
+        load = load._replace(replayed=replayed)
         held, listed = METHODS[name].costs(load).held, wide.itemsize * (load.queries + TOKENS * load.keys_per_token)
         peak = max(_peak(name, rank, load, dtype) for rank in range(ranks))
         # Beside them: log-sum-exps, and gradients of the few keys that the first half of a pair reads.

@@ -90,17 +90,10 @@ class _Launch:
 
 class _OneKernel(ScanJob):
     def __init__(
-        self, request: ScanRequest, algorithm: ScanSpec, launch: _Launch, zeros: Callable[[Tensor], Tensor]
+        self, request: ScanRequest, operation: str, launch: _Launch, zeros: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(request)
-        self.operation, self._algorithm = f"symmetric_{algorithm.name}", algorithm
-        self._launch, self._zeros = launch, zeros
-
-    @property
-    def is_late(self) -> bool:
-        # Walks of the delta rules fill the device: a kernel that waits on some multiprocessors would hold them up.
-        request, is_end = self.request, self._algorithm.one_way and self.wire.is_last
-        return is_end and is_matrix(request.transition) and not request.want_carry
+        self.operation, self._launch, self._zeros = operation, launch, zeros
 
     def run(self) -> None:
         request, wire, scan = self.request, self.wire, self.scan
@@ -141,13 +134,14 @@ class SymmetricScans:
         worker.checks.append(self.check)
 
     def launch(self, request: ScanRequest, algorithm: ScanSpec, blocks: int | None = None) -> LaunchedScan:
-        """Start the scan; what other ranks need of this one goes on without its `wait`.
+        """Start the scan; it completes without this rank's `wait`.
 
         `algorithm` has a `kernel`. `blocks` is for `chain`; None means blocks of 16,384 elements. Raises
         CommunicationError if an earlier scan of the worker failed; RuntimeError if a CUDA graph is being captured and
         no scan like this one has run, or out of memory.
         """
-        kernel, wire = algorithm.kernel, self._worker.wire(f"symmetric_{algorithm.name}", request.reverse)
+        operation, kernel = f"symmetric_{algorithm.name}", algorithm.kernel
+        wire = self._worker.wire(operation, request.reverse)
         if wire.size == 1:
             return scan_alone(request)
         # Prepare before involving the worker: a refused call then fails no other scan and keeps its stream out of a
@@ -155,7 +149,7 @@ class SymmetricScans:
         assert kernel is not None
         tuning = self._tuning.get(algorithm.name) or kernel.tuning(request)
         prepared = self._prepared(request, kernel, tuning, blocks, wire)
-        return self._worker.launch(_OneKernel(request, algorithm, prepared, self._cached_zeros))
+        return self._worker.launch(_OneKernel(request, operation, prepared, self._cached_zeros))
 
     def check(self) -> None:
         """Raise CommunicationError if a scan has failed, without waiting for those in flight."""

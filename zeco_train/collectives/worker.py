@@ -62,8 +62,8 @@ class TensorFuture(Future[Tensor]):
 class PendingScan:
     """A scan in flight (`zeco_train.ops.seam.LaunchedScan`), whose job sets `incoming` and `carry`."""
 
-    def __init__(self, want_carry: bool, start: Callable[[], None] | None = None) -> None:
-        self.incoming, self._start = TensorFuture(), start
+    def __init__(self, want_carry: bool) -> None:
+        self.incoming = TensorFuture()
         self.carry = TensorFuture() if want_carry else None
         self.ended: torch.cuda.Event | None = None  # of a scan captured into a CUDA graph, the end of all its work
 
@@ -73,8 +73,6 @@ class PendingScan:
         Raises CommunicationError if a peer did not answer in time or is gone, in this scan or an earlier one of the
         worker.
         """
-        if self._start is not None:
-            self._start()
         return self.incoming.result()
 
     def finish(self) -> None:
@@ -104,7 +102,8 @@ class _ScanAlone(NamedTuple):
         pass
 
     def carry_out(self) -> Tensor:
-        assert self.carry is not None, "carry_out needs a scan launched with want_carry=True"
+        if self.carry is None:
+            raise RuntimeError("carry_out needs a scan launched with want_carry=True")
         return self.carry
 
 
@@ -148,11 +147,6 @@ class ScanJob(ABC):
         wire.broadcast(carry, wire.size - 1, "carry_out").wait()
         scan.carry.set_result(carry)
 
-    @property
-    def is_late(self) -> bool:
-        """Whether it starts only when it is waited for, or at the worker's next scan: no other rank needs it."""
-        return False
-
     @abstractmethod
     def run(self) -> None:
         """The remaining work, on the worker's thread or stream."""
@@ -186,7 +180,6 @@ class ScanWorker:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._tags = 0
-        self._late: ScanJob | None = None
         # None ends the thread; it refers to the queue_ only, so that an unused worker can be collected.
         weakref.finalize(self, self._queue.jobs.put, None)
 
@@ -213,21 +206,9 @@ class ScanWorker:
         job.wire = self.wire(job.operation, request.reverse)
         if job.wire.size == 1:
             return scan_alone(request)
-        job.scan = PendingScan(request.want_carry, self._start_late if job.is_late else None)
+        job.scan = scan = PendingScan(request.want_carry)
         self.check()
-        self._start_late()
-        self._late = job
-        if not job.is_late:
-            self._start_late()
-        return job.scan
-
-    def _start_late(self) -> None:
-        job, self._late = self._late, None
-        if job is not None:
-            self._start(job)
-
-    def _start(self, job: ScanJob) -> None:
-        request, scan, device = job.request, job.scan, job.request.state.device
+        device = request.state.device
         with torch.no_grad(), self._side_stream(request) if has_streams(device) else contextlib.nullcontext():
             try:
                 job.post()
@@ -239,6 +220,7 @@ class ScanWorker:
                 # A capture must end with all its streams joined, even if this rank's sends are never waited for.
                 scan.ended = torch.cuda.Event()
                 scan.ended.record()
+        return scan
 
     def check(self) -> None:
         """Raise CommunicationError if a scan has failed, without waiting for those in flight."""
@@ -286,7 +268,6 @@ class ScanWorker:
 
     def drain(self) -> None:
         """Wait until everything launched is received *and* sent; call before destroying a group. Raises as `check`."""
-        self._start_late()
         if self._thread is not None:
             # Jobs run in launch order: when this one runs, all others are over.
             drained = TensorFuture()

@@ -151,8 +151,7 @@ def halo_groups(mesh: ProcessMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup
 
 def attention_group(mesh: ProcessMesh) -> dist.ProcessGroup:
     """The SP group once more, for softmax attention. Collective."""
-    # Its copies for other messages would otherwise go before a message that attention waits for.
-    return _group(mesh.devices.mesh.tolist(), mesh.timeout, "softmax attention", mesh.device)
+    return _group(mesh.devices.mesh.tolist(), mesh.timeout, "softmax attention")
 
 
 def _scan_groups(
@@ -161,7 +160,9 @@ def _scan_groups(
     # The SP group twice, for forward and reverse scans. Collective.
     rows = devices.mesh.tolist()
     # Scans are small and latency-bound: high-priority streams run them before the compute that they overlap.
-    forward, reverse = (_group(rows, timeout, f"{name} {way}", device) for way in ("forward", "reverse"))
+    # A fake process group (`plan … dry_run=true`) has no streams.
+    urgent = device.type == "cuda" and dist.get_backend() != "fake"
+    forward, reverse = (_group(rows, timeout, f"{name} {way}", urgent=urgent) for way in ("forward", "reverse"))
     return forward, reverse
 
 
@@ -196,13 +197,10 @@ def world_mesh(device: str, world_size: int, name: str, timeout: timedelta) -> D
     return DeviceMesh.from_group(_group([list(range(world_size))], timeout, name), device, mesh_dim_names=(name,))
 
 
-def _group(
-    members: list[list[int]], timeout: timedelta, name: str, urgent: torch.device | None = None
-) -> dist.ProcessGroup:
+def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool = False) -> dist.ProcessGroup:
     # Create the groups of these ranks, of which every rank of the world is in one; returns this rank's. Collective.
-    # Flight recorders show `name`; on an `urgent` GPU, NCCL has high-priority streams, a fake group (dry runs) none.
-    has_streams = urgent is not None and urgent.type == "cuda" and dist.get_backend() != "fake"
-    options = _urgent(timeout) if has_streams else None
+    # Flight recorders show `name`; with `urgent`, NCCL uses high-priority streams.
+    options = _urgent(timeout) if urgent else None
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options, group_desc=name)
     assert group is not None
     return group
@@ -215,11 +213,13 @@ def _urgent(timeout: timedelta) -> Any:
     return options
 
 
-def twin_groups(group: dist.ProcessGroup, timeout: timedelta, names: Sequence[str]) -> list[dist.ProcessGroup]:
+def twin_groups(
+    group: dist.ProcessGroup, timeout: timedelta, names: Sequence[str], *, urgent: bool = False
+) -> list[dist.ProcessGroup]:
     """More groups of the ranks of `group`, by its backend, one for each name. Collective over these ranks only."""
     settings: dict[str, Any] = {"timeout": timeout, "use_local_synchronization": True}
     settings["backend"] = str(dist.get_backend_config(group))
-    options, members = _urgent(timeout) if "nccl" in settings["backend"] else None, dist.get_process_group_ranks(group)
+    options, members = _urgent(timeout) if urgent else None, dist.get_process_group_ranks(group)
     return [dist.new_group(members, pg_options=options, group_desc=name, **settings) for name in names]
 
 

@@ -130,7 +130,7 @@ def connect(
         raise ConfigError("group", "NON_GROUP_MEMBER", "this process is not a member of it")
     has_gpus = "nccl" in str(dist.get_backend_config(group))
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpus else torch.device("cpu")
-    forward, reverse = twin_groups(group, timeout, ["scan forward", "scan reverse"])
+    forward, reverse = twin_groups(group, timeout, ["scan forward", "scan reverse"], urgent=has_gpus)
     topology = find_topology(forward)
     exchange = connect_groups(SPConfig(Backend(backend)), (forward, reverse), timeout, device, topology=topology)
     return Ranks(rank, dist.get_world_size(group), backend, exchange, group, timeout, device)
