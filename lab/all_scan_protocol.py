@@ -1,8 +1,8 @@
 """Question: is the one-kernel All-Scan's protocol correct in every order of steps, and is each of its rules needed?
 Command: python -m lab.all_scan_protocol [--orders 25]
 Date: 2026-11-27, 2 CPU cores
-Answer: yes, in 60 random orders of chain, of two_shot and of both in turn, with log-decays and with matrices, also if
-    not all CTAs of a rank run at a time; without any one rule an order fails.
+Answer: yes, in 60 random orders (--orders 60) of chain, of two_shot and of both in turn, with log-decays and with
+    matrices, also if not all CTAs of a rank run at a time; without any one rule an order fails.
 
 A model of the protocol of `zeco_train/kernels/all_scan/__init__.py`. Ranks run kernels one after another, a kernel's
 CTAs in any order, and each load, store and signal of a cell is a step. Cells record which rank wrote which data in

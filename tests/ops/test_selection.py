@@ -144,7 +144,7 @@ def test_options_of_published_shapes_are_those_measured() -> None:
     found = {name: by_chunks(*shape) for name, shape in shapes.items()}
     backward, both, neither = (False, True, False), (True, True, False), (False, False, False)
     pairs = True, True, True
-    expected = [backward, backward, pairs, backward, backward, both, neither, neither, neither, pairs, both]
+    expected = [backward, backward, pairs, backward, backward, both, neither, neither, neither, both, both]
     assert found == dict(zip(shapes, expected, strict=True))
 
 

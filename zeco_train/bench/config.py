@@ -125,7 +125,7 @@ class CollectivesConfig(RunsConfig):
     Attributes:
         sizes_mb: MiB of a rank's state, [1, H, K, V] in fp32; must be whole heads.
         key_dim, value_dim: K and V.
-        matrices: transitions are matrices [1, H, K, K], as the delta rules', which the all-gather then has too.
+        matrices: transitions are matrices, as of delta rules; the all-gather then has them, too.
         graph_operations: operations per CUDA graph.
     """
 

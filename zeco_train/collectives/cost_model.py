@@ -68,7 +68,7 @@ MEASURED = {
         replace(_NCCL, link=Link.nccl_across_nodes, between=_ACROSS),
         # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, launched one by one. The hops of `lab.delays`, each
         # α₀ + α + βS, bound α of long chains from above.
-        # A fold: 2 × H200, emulated chains of 16 × 128 × 128, hops of 8.3 µs with it and of 5.1 without.
+        # A fold: emulated chains of 16 × 128 × 128, hops of 8.3 µs with it and 5.1 without, before its sums were of 32.
         Costs(Link.symmetric, 5.8e-6, 3.8e-12, 6.25e-6, 5e-7, 3.8e-12, start=7.3e-6, fold=3e-6),
     )
 }

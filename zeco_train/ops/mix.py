@@ -159,7 +159,8 @@ def _mix(
             local.overlap()
             o = local.outputs(incoming_state)
             received = transition.new_empty(0)
-            carry_out = torch.full_like(local.state, torch.nan) if want_carry else transition.new_empty(0)
+            shape = chosen.state_shape(operands) if want_carry else (0,)
+            carry_out = like.new_full(shape, torch.nan, dtype=accumulation_dtype(like.dtype))
         # Contiguous, as `_mix_shapes` promises the compiler.
         return o.contiguous(), received, carry_out, transition, list(local.saved)
 

@@ -154,7 +154,7 @@ class AttentionMethod(Protocol):
         """Attention of this rank's queries [B, T, H, D], at `span`, a collective.
 
         k [B, T, G, D] and v [B, T, G, V] are of its tokens. Of the whole sequence rank r has the tokens [bounds[r],
-        bounds[r + 1]). The result are `AttendedHeads` if `heads_over` is not 1 and divides G.
+        bounds[r + 1]). The result is `AttendedHeads` if `heads_over` is not 1 and divides G.
         """
 
     def backward(

@@ -33,8 +33,9 @@ def method_of(case: PlannedCase) -> MethodSpec:
     """The method of softmax attention; `ConfigError` if it cannot spread the heads over these ranks."""
     if case.other_method is not None:
         return case.other_method
-    config = case.config
-    load = softmax_load(config.model, case.sp_size, config.data.seq_len, config.train.dtype.compute)
+    config, train = case.config, case.config.train
+    sizes = case.sp_size, config.data.seq_len, train.dtype.compute
+    load = softmax_load(config.model, *sizes, train.recompute is Recompute.full)
     assert load is not None
     return choose_method(config.sp.attention, load)
 
@@ -61,7 +62,8 @@ def method_costs(case: PlannedCase, attention: AttentionSpec) -> MethodCosts:
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
     of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
     sizes = case.compute_bytes, case.wide_bytes, case.topology.nodes
-    load = AttentionLoad(*attention[:3], *of_sequence, *sizes, replayed=case.config.train.recompute is Recompute.full)
+    is_replayed = case.config.train.recompute is Recompute.full
+    load = AttentionLoad(*attention[:3], *of_sequence, *sizes, is_replayed, case.batch)
     costs = method_of(case).costs(load)
     of_batch = "forward", "backward", "held", "kept"
     return costs._replace(**{name: case.batch * getattr(costs, name) for name in of_batch})

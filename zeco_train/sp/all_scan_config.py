@@ -44,7 +44,7 @@ class AllScanConfig:
             `p2p` is `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
         blocks: number of pieces in which a state flows through `chain`; an integer, which needs algorithm=chain (under
             `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in
-            one kernel means blocks of 16,384 elements.
+            one kernel means blocks of 16,384 elements (with matrices: of a tile, at most 64 × 64).
         ranks_per_node: ranks of the sequence on each machine; the unit of `lane` and of the cost model. null finds them
             by host names.
     """

@@ -69,17 +69,22 @@ def connect_model(
     dtype: torch.dtype = torch.bfloat16,
     *,
     deterministic: bool = False,
+    replayed: bool = False,
 ) -> Exchange:
-    """`build_exchange` for a model: its size decides what is needed. Collective."""
+    """`build_exchange` for a model: its size decides what is needed; `replayed` as of `AttentionLoad`. Collective."""
     from models.spec import spec_of
 
-    softmax = softmax_load(model, mesh.sp_size, seq_len, dtype)
+    softmax = softmax_load(model, mesh.sp_size, seq_len, dtype, replayed)
     needs_halo = spec_of(model).needs_halo
     return build_exchange(config, mesh, needs_halo=needs_halo, softmax=softmax, deterministic=deterministic)
 
 
 def softmax_load(
-    model: LanguageModelConfig, ranks: int, seq_len: int = LONG, dtype: torch.dtype = torch.bfloat16
+    model: LanguageModelConfig,
+    ranks: int,
+    seq_len: int = LONG,
+    dtype: torch.dtype = torch.bfloat16,
+    replayed: bool = False,
 ) -> AttentionLoad | None:
     """The size of the model's softmax layers on `ranks` that share a sequence of `seq_len`; None if it has none."""
     from models.attn import AttnShape
@@ -96,6 +101,7 @@ def softmax_load(
         window=model.attn.window,
         itemsize=dtype.itemsize,
         wide=accumulation_dtype(dtype).itemsize,
+        replayed=replayed,
     )
 
 

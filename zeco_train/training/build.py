@@ -21,6 +21,7 @@ from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.distributed.parallelize import parallelize
 from zeco_train.hf.weights import load_weights
 from zeco_train.lifecycle.watch import Watchdog
+from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import connect_model
 from zeco_train.system.code_cache import use_private_caches
@@ -64,9 +65,8 @@ def load_trainer(run: OpenedRun, mesh: ProcessMesh, watchdog: Watchdog) -> Train
 
     recorder = start_recorder(run, progress, mesh)
     data = read_batches(config, run.data, split, progress.sequences, mesh)
-    exchange = connect_model(
-        config.sp, config.model, mesh, config.data.seq_len, train.dtype.compute, deterministic=train.deterministic
-    )
+    options = {"deterministic": train.deterministic, "replayed": train.recompute is Recompute.full}
+    exchange = connect_model(config.sp, config.model, mesh, config.data.seq_len, train.dtype.compute, **options)
     step = build_step(config, model, optimizer, exchange, mesh)
     return Trainer(config, step, data, checkpointer, recorder, progress, watchdog)
 

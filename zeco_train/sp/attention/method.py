@@ -84,7 +84,8 @@ class AttentionLoad(NamedTuple):
     itemsize: int  # bytes per element of operands
     wide: int  # bytes per element of sums and gradients
     nodes: int = 1  # over which the ranks are spread
-    replayed: bool = False  # the backward pass has but what the layer itself keeps
+    replayed: bool = False  # the backward pass has only what the layer itself keeps
+    batch: int = 1  # sequences, of which only the number of messages depends: bytes are of one
 
     @property
     def queries(self) -> int:

@@ -1,9 +1,9 @@
 """Every rank gets some heads of the whole sequence (DeepSpeed-Ulysses), and computes them like one device.
 
 Four all-to-alls: queries, keys and values before, outputs after; in the backward pass gradients of outputs before, of
-queries, keys and values after. Those stay for it as they came, by heads, and outputs by heads, too; a replay sends them
-again. All ranks have the same work. There must be a head for each rank; with fewer heads of keys and values than ranks,
-those are repeated, and not kept.
+queries, keys and values after. It reads queries, keys, values and outputs by heads, which the forward pass has kept; a
+replay sends them again. All ranks have the same work. There must be a head for each rank; with fewer heads of keys and
+values than ranks, those are repeated, and not kept.
 
 Memory: queries, keys, values and outputs of the whole sequence, of H / P heads: as much as without sharding.
 """
@@ -158,11 +158,18 @@ def _costs(load: AttentionLoad) -> MethodCosts:
     hidden = 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens, load.nodes)
     if load.replayed or repeats > 1:
         operands = forward + queries
-        return MethodCosts(leaving * forward, leaving * (operands + gradients), (4, 8), 2.0 * operands, hidden=hidden)
+        messages = 4 * load.batch, 8 * load.batch
+        backward = leaving * (operands + gradients)
+        return MethodCosts(leaving * forward, backward, messages, 2.0 * operands, hidden=hidden)
     # Then gradients are, as computed and arriving.
     held = 2.0 * (load.queries + repeated) * load.itemsize
     return MethodCosts(
-        leaving * forward, leaving * (queries + gradients), (4, 4), held, hidden=hidden, kept=float(queries)
+        leaving * forward,
+        leaving * (queries + gradients),
+        (4 * load.batch, 4 * load.batch),
+        held,
+        hidden=hidden,
+        kept=float(queries),
     )
 
 

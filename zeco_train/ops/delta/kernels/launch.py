@@ -8,8 +8,8 @@ Forward                                                        Backward
 
 States at chunk boundaries are operands of products, in the dtype of the tokens; sums, decays, and states and
 transitions passed between segments or ranks are fp32. The forward pass saves P and F, in the dtype of the tokens, 64
-numbers each a token and head; the decays' sums in place of g, and by channel a byte a chunk and head; and of each
-segment its transition and the true state before it, in place of R.
+numbers each a token and head; the decays' sums in place of g, and by channel a byte a chunk, head and tile of keys; and
+of each segment its transition and the true state before it, in place of R.
 
 Options change only the order of sums.
 """

@@ -155,7 +155,8 @@ def sum_tokens(which, x, PARTS: tl.constexpr):
     high = x.to(tl.bfloat16)
     rest = x - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
-    # twos and halves, exact: products that accumulate in turn Triton would lay out, but for the last, for four warps
+    # products by factors of 2 and 1/2, which are exact, do not accumulate in turn: all but the last of such products
+    # Triton would lay out for four warps
     total = tl.dot(ones, middle) * 0.5 + tl.dot(ones, high) * 0.5
     if PARTS == 3:
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)

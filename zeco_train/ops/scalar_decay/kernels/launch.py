@@ -55,7 +55,7 @@ class ScalarDecayTuning:
             at once; None: walks compute outputs and gradients, each with states of its own.
         key_tiles: of the kernel in place of `grads`, for fixed decays and values of one tile; None: `grads`.
         walks_forward: outputs are computed by walks all the same.
-        pairs: pairs have a kernel of their own, and `grads`, of one tile of K and of V, S and dS one each.
+        pairs: pairs, S and dS have a kernel each, with the options `grads`, whose tile holds K and V.
         backward: of the backward pass, if others, but for `programs`; as many tokens a span.
     """
 
@@ -138,7 +138,7 @@ def options_for(k: Tensor, v: Tensor, fixed: bool) -> ScalarDecayTuning:
     wide = KEPT[(9, 0), torch.bfloat16, 512]
     if found is wide or found is KEPT[(9, 0), torch.bfloat16, 256]:
         keys = int(k.shape[-1])
-        if shared and few and keys <= _DEPTH:
+        if shared and few and keys <= _DEPTH and not fixed:
             return _OF_WIDE_SHARED_KEYS
         if fixed:
             return _BY_KEYS if few else wide if keys > _DEPTH else _LONG_CHUNKS if keys > 128 else _OF_FIXED
@@ -156,7 +156,8 @@ _NEGLIGIBLE = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
 class DecayTerms(NamedTuple):
     """What dq leaves for dg (`zeco_train.ops.scalar_decay.kernels.walk`), or dk; the last two only of dk.
 
-    By chunks `sums` of dq are q · dq − k · dk of pairs in a chunk, and those of dk are k · dk from the state.
+    By chunks `sums` of dq are q · dq − k · dk of pairs in a chunk (with `pairs` and q · dq from S), and those of dk are
+    k · dk from the state.
     """
 
     # S in the dtype of the tokens, [N / span, B, H, V, K], which the walk of dq writes for that of dk; not by chunks
@@ -316,11 +317,16 @@ class ScalarDecayKernels(SegmentKernels):
         grid = self.num_chunks * tiles, self.BH // heads
         dq, dk = (self._new(self.B, self.T, self.H // heads, self.K, dtype=self.dtype) for _ in range(2))
         dv = torch.empty_like(v) if tiles == 1 else self._chunks(self.tuning.value_grads, k, q, do, grads, reverse=True)
-        sums = None if self.fixed else self._new(2 * tiles + self.tuning.pairs, self.B, self.H, self.T)
-        of_pairs, of_state = (None, None) if sums is None else (sums[:-tiles], sums[-tiles:])
+        # Apart, since kernels want what begins at 16 bytes; with `pairs` there are 16 heads or more.
+        sums = None if self.fixed or not self.tuning.pairs else self._new(3, self.B, self.H, self.T)
+        of_pairs, of_state = (None, None) if sums is None else (sums[:2], sums[2:])
+        if not self.fixed and sums is None:
+            of_pairs, of_state = (self._new(tiles, self.B, self.H, self.T) for _ in range(2))
         where, sizes = (self.decays, self.doc_ids), (self.scale, self.T, self.H, self.G, self.K, self.V, self.BH)
         shared = {"BK": BK, "BV": BV, "HEADS": heads, "TERMS": not self.fixed, **self.flags, **options.launch}
         if self.tuning.pairs:
+            assert tiles == 1
+            assert self.V <= BV
             pair_grads = self._new(*grid, self.tuning.chunk, self.tuning.chunk, dtype=self.dtype)
             chunks.pairs_kernel[grid](q, k, v, do, *where, dv, pair_grads, sums, *sizes, **shared)
             for reverse, of_tokens in enumerate(((q, k, do, states, dq), (k, q, v, grads, dk))):
@@ -460,6 +466,7 @@ class _ScalarDecayKernelBackward(BackwardBase):
         if tuning.backward is not None:
             tuning = replace(tuning.backward, programs=tuning.programs)
         self._launcher = ScalarDecayKernels(k, v, decays, *where, tuning, fixed=self.fixed)
+        assert self._starts.shape == torch.Size(self._launcher.starts_shape), "both passes have the same segments"
         self._by_chunks, self.lazy = tuning.states is not None, self._launcher.num_segments == 1
 
     @cached_property
