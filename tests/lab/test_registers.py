@@ -1,4 +1,4 @@
-"""The stored table of what kernels take of a Hopper GPU is that of the kernels."""
+"""The stored table of registers is still what the kernels compile to."""
 
 from __future__ import annotations
 
