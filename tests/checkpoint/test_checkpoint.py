@@ -24,10 +24,11 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from tests.support.commands import SMALL, snapshot, train_here
+from tests.support.commands import SMALL, run_here, snapshot, train_here
 from tests.support.distributed import run_distributed
 from tests.support.training import train
 from tests.support.waiting import ENOUGH
+from zeco_train import cli
 from zeco_train.checkpoint import checkpointer as checkpoint
 from zeco_train.checkpoint import writer as checkpoint_writer
 from zeco_train.checkpoint.checkpointer import Checkpointer
@@ -45,8 +46,10 @@ from zeco_train.checkpoint.files import (
     set_aside,
 )
 from zeco_train.checkpoint.writer import CheckpointWriter
-from zeco_train.errors import CheckpointError
+from zeco_train.errors import CheckpointError, DataError
+from zeco_train.system.files import sync_file
 from zeco_train.system.signals import REQUEUE_EXIT_CODE
+from zeco_train.tracking import recorder
 from zeco_train.tracking.metrics import read_metrics
 
 pytestmark = pytest.mark.numeric
@@ -237,7 +240,12 @@ def test_rank_writes_and_reads_several_files_and_says_how_far_it_is(tmp_path: Pa
     def refuse(path: str) -> bool:
         return path.endswith("__0_1_0.distcp")
 
+    def sync_slowly(path: Path) -> None:
+        time.sleep(0.05)
+        sync_file(path)
+
     with (
+        mock.patch.object(checkpoint_writer, "sync_file", sync_slowly),
         mock.patch.object(checkpoint_writer, "_BYTES_OF_FILE", 18_000),
         mock.patch.object(checkpoint_writer, "_SECONDS_TO_REPORT", (0.0, 0.01)),
     ):
@@ -268,6 +276,13 @@ def test_last_step_is_saved_by_choice(every: int, saved: list[str], tmp_path: Pa
     assert outcome.code == 0, outcome.err
     assert names(tmp_path) == saved
     assert ("not saved (checkpoint.final=false)" in outcome.out) == (every != 3)
+
+
+def test_chart_that_fails_beside_last_save_is_drawn_after_it(tmp_path: Path) -> None:
+    drawn = [DataError("loss.png", "cannot be written (No space left on device)"), None]
+    with mock.patch.object(recorder, "plot_run", side_effect=drawn) as plot:
+        outcome = run_here(cli.main, *SMALL, f"run_dir={tmp_path}", "train.steps=1")
+    assert (outcome.code, plot.call_count, names(tmp_path)) == (0, 2, ["step_00000001"])
 
 
 @pytest.mark.slow

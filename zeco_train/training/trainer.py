@@ -207,10 +207,11 @@ class Trainer:
             if last:
                 # Meanwhile what else takes a second each at the end of a run.
                 with ThreadPoolExecutor(2) as pool:
-                    ended = [pool.submit(work) for work in (self.recorder.draw, _close_compiler)]
+                    # A chart that cannot be drawn now, as on a disk that is full until the save makes room, is drawn,
+                    # or fails, in `Recorder.summarise`.
+                    for work in (self.recorder.draw, _close_compiler):
+                        pool.submit(work)
                     self.checkpointer.save_last(*state, self.recorder.note)
-                for each in ended:
-                    each.result()
             else:
                 self.checkpointer.save(*state)
 
