@@ -1,8 +1,7 @@
 """Make the throughput dashboard of a W&B project: backends × lengths × devices, losses, communication, memory, MFU.
 
 python launch/wandb_dashboard.py --project zeco-train                   publishes it and prints its address
-python launch/wandb_dashboard.py --offline dashboard.json               writes and checks it without a network
-python launch/wandb_dashboard.py --bench lab/results/model_4xh200_16k.json    benchmarks as runs, too
+python launch/wandb_dashboard.py --offline dashboard.json               writes it to a file, without a network
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zeco_train.errors import ConfigError
-from zeco_train.report.dashboard import NAME, check_installed, publish, publish_benchmarks, write
+from zeco_train.report.dashboard import NAME, as_json, build, check_installed, publish
 from zeco_train.system.command import Parser, docstring, errors_in_a_line
+from zeco_train.system.files import write_json_result
 from zeco_train.system.terminal import show_any_text
 
 
@@ -28,19 +28,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", default=NAME, help=f"of the saved view; default: {NAME}")
     parser.add_argument("--model", help="show the runs of this model only")
     parser.add_argument("--update", metavar="URL", help="a saved view that is to have these panels instead of its own")
-    parser.add_argument("--offline", type=Path, metavar="OUT.json", help="write and check it, publish nothing")
-    parser.add_argument("--bench", type=Path, nargs="+", default=[], metavar="FILE", help="results.json of bench model")
-    parser.add_argument("--bench-dir", type=Path, default=Path("runs/dashboard"), metavar="FOLDER", help="W&B's files")
+    parser.add_argument("--offline", type=Path, metavar="OUT.json", help="write it there, publish nothing")
     given = parser.parse_args(arguments)
     if given.offline and given.update:
         raise ConfigError("--update", given.update, "has no effect with --offline")
     check_installed()
-    if given.bench:
-        count = publish_benchmarks(given.bench, given.bench_dir, given.project, given.entity, online=not given.offline)
-        print(f"{count} measurements as runs, in {given.bench_dir}" + ("; wandb sync them" if given.offline else ""))
     if given.offline:
-        titles = write(given.offline, given.project, given.entity, given.name, given.model)
-        print(f"{given.offline}: {len(titles)} panels, read back as they were written: {', '.join(titles)}")
+        view = build(given.entity or "entity", given.project, given.name, given.model)
+        write_json_result(given.offline, as_json(view))
+        print(given.offline)
     else:
         print(publish(given.project, given.entity, given.name, given.model, given.update))
     return 0

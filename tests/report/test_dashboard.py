@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb_workspaces import workspaces as ws
+from wandb_workspaces.workspaces import internal
 
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError
 from zeco_train.report import dashboard
-from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, check, create_chart
+from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, create_chart
 from zeco_train.tracking.logger_config import LoggerConfig
 from zeco_train.tracking.loggers import WandbLogger
 from zeco_train.tracking.metrics import StepMetrics
@@ -23,6 +24,10 @@ def panels(written: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         panel for section in written["spec"]["section"]["panelBankConfig"]["sections"] for panel in section["panels"]
     ]
+
+
+def queries(panel: dict[str, Any]) -> list[dict[str, Any]]:
+    return panel["config"].get("userQuery", {}).get("queryFields", [])
 
 
 def recorded(tmp_path: Path) -> set[str]:
@@ -60,30 +65,28 @@ def test_every_panel_shows_recorded_metrics(tmp_path: Path) -> None:
     assert {chart.x for chart in COMPARISONS} == {"devices", "seq_len"}
 
 
-def test_dashboard_is_read_back_as_written_or_refused() -> None:
+def parsed(sent: dict[str, Any]) -> dict[str, Any]:
+    """What W&B's own library makes of a view that was sent, as it parses a server's."""
+    spec = internal.WorkspaceViewspec.model_validate_json(json.dumps(sent["spec"]))
+    names = {"entity": sent["entity"], "project": sent["project"], "display_name": sent["name"]}
+    return as_json(ws.Workspace._from_model(internal.View(**names, name="", id="", spec=spec)))
+
+
+def test_dashboard_is_read_back_as_written() -> None:
     written = as_json(build("me", "p", model="gla_1b"))
-    assert len(check(written)) == len(panels(written)) > 12
     assert "gla_1b" in json.dumps(written["spec"]["section"]["runSets"])
-    damaged = copy.deepcopy(written)
-    del panels(damaged)[0]["config"]["fieldSettings"]["kind"]
-    with pytest.raises(DataError, match=r"chart Throughput over devices lacks \{'field:kind'\}"):
-        check(damaged)
-    damaged = copy.deepcopy(written)
-    panels(damaged)[0]["viewType"] = "Run History Line Plot"
-    with pytest.raises(DataError, match="read back"):
-        check(damaged)
-    del damaged["spec"]["section"]["panelBankConfig"]["sections"]
-    with pytest.raises(DataError, match="is not read back"):
-        check(damaged)
-
-
-def test_dashboard_read_back_with_fewer_sections_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = as_json(build("me", "p"))
-    fewer = copy.deepcopy(written)
-    fewer["spec"]["section"]["panelBankConfig"]["sections"].pop()
-    monkeypatch.setattr(dashboard, "as_json", lambda workspace: fewer)
-    with pytest.raises(DataError, match="dashboard: is read back with 3 sections, 4 were written"):
-        check(written)
+    again = panels(parsed(written))
+    assert len(again) == len(panels(written)) > 12
+    wanted = {part.split("}")[0] for part in json.dumps(chart_spec()).split("${")[1:]}
+    for panel, other in zip(panels(written), again, strict=True):
+        config = panel["config"]
+        for query in (*queries(panel), *queries(other)):
+            # The library may reorder `id` and `name`.
+            query["fields"].sort(key=lambda field: field["name"])
+        assert (panel["viewType"], config) == (other["viewType"], other["config"])
+        if panel["viewType"] == "Vega2":
+            given = {f"field:{key}" for key in config["fieldSettings"]}
+            assert given | {f"string:{key}" for key in config["stringSettings"]} == wanted
 
 
 def test_chart_layers_use_defined_fields() -> None:

@@ -32,7 +32,6 @@ from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import stored_weights
 from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.report.__main__ import write_report
-from zeco_train.report.dashboard import publish_benchmarks
 from zeco_train.system.figures import label_axes, new_figure, plain, save_figure
 from zeco_train.system.small_files import parse_json, read_json, read_small
 from zeco_train.system.terminal import visible
@@ -202,11 +201,9 @@ def test_names_in_results_that_lead_out_of_a_folder_are_refused(column: str, nam
     file = tmp_path / "in" / "results.json"
     file.parent.mkdir()
     file.write_text(json.dumps(_results("model", **{column: name})))
-    runs = tmp_path / "in" / "runs"
     for command in (
         lambda: plot_files([str(file), f"out={tmp_path / 'in' / 'out'}"]),
         lambda: write_report([file], tmp_path / "in" / "out", "title"),
-        lambda: publish_benchmarks([file], runs, "project", None, online=False),
     ):
         with pytest.raises(DataError, match=f"row 1: {column} is .*, not a plain name without /; measure again"):
             command()

@@ -12,14 +12,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeco_train.errors import ConfigError, DataError
+from zeco_train.errors import ConfigError
 from zeco_train.sp.backend_registry import BACKENDS
-from zeco_train.system.files import read_errors, write_errors, write_result
 from zeco_train.tracking.loggers import DATA_SHARE, EXPOSED_SHARE, MEDIAN_RATE, MEDIAN_TOTAL_RATE, RATE
 
 if TYPE_CHECKING:
@@ -87,7 +84,6 @@ def chart_name() -> str:
 
 
 NAME = "ZeCO-Train throughput"
-_OFFLINE_ENTITY = "entity"
 
 
 @dataclass(frozen=True)
@@ -216,71 +212,6 @@ def as_json(workspace: Workspace) -> dict[str, Any]:
     }
 
 
-def check(written: Mapping[str, Any]) -> list[str]:
-    """Parse a written dashboard with W&B's own library, as it parses a server's; returns the titles of its panels.
-
-    Raises:
-        DataError: it differs from the result of `build`, or a chart lacks a field that its spec requires.
-    """
-    from wandb_workspaces import workspaces as ws
-    from wandb_workspaces.workspaces import internal
-
-    try:
-        spec = internal.WorkspaceViewspec.model_validate_json(json.dumps(written["spec"]))
-        view = internal.View(
-            entity=written["entity"],
-            project=written["project"],
-            display_name=written["name"],
-            name="",
-            id="",
-            spec=spec,
-        )
-        sections = _panels(written["spec"])
-        again = _panels(as_json(ws.Workspace._from_model(view))["spec"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError("dashboard", f"is not read back: {' '.join(str(error).split())}") from error
-    if len(sections) != len(again):
-        raise DataError("dashboard", f"is read back with {len(again)} sections, {len(sections)} were written")
-    for section, other in zip(sections, again, strict=True):
-        if section != other:
-            raise DataError("dashboard", f"section {section[0]} is read back as another one")
-    wanted = {part.split("}")[0] for part in json.dumps(written["charts"]).split("${")[1:]}
-    every = [panel for _, panels in sections for panel in panels]
-    for panel in every:
-        config = panel["config"]
-        if panel["viewType"] == "Vega2":
-            given = {f"field:{key}" for key in config["fieldSettings"]}
-            given |= {f"string:{key}" for key in config["stringSettings"]}
-            if given != wanted:
-                raise DataError("dashboard", f"chart {config['stringSettings'].get('title')} lacks {wanted - given}")
-    return [panel["config"].get("chartTitle") or panel["config"]["stringSettings"]["title"] for panel in every]
-
-
-def _panels(spec: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
-    # By section, without their ids, which are random.
-    found = []
-    for section in spec["section"]["panelBankConfig"]["sections"]:
-        panels = [{key: panel[key] for key in ("viewType", "config")} for panel in section["panels"]]
-        for panel in panels:
-            for query in panel["config"].get("userQuery", {}).get("queryFields", []):
-                # The library may reorder `id` and `name`.
-                query["fields"] = sorted(query["fields"], key=lambda field: field["name"])
-        found.append((section["name"], panels))
-    return found
-
-
-def write(path: Path, project: str, entity: str | None, name: str, model: str | None) -> list[str]:
-    """Write the dashboard to a file, and read it back; returns the titles of the panels.
-
-    Raises:
-        DataError: it cannot be written, or differs when read back.
-    """
-    text = json.dumps(as_json(build(entity or _OFFLINE_ENTITY, project, name, model)), indent=1) + "\n"
-    write_result(path, text)
-    with read_errors(path):
-        return check(json.loads(path.read_text(encoding="utf-8")))
-
-
 def publish(project: str, entity: str | None, name: str, model: str | None, update: str | None) -> str:
     """Save the charts and the view in W&B; returns its address.
 
@@ -301,8 +232,6 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
         if not entity:
             raise ConfigError("--entity", "", "this account has no default; name a user or a team")
         workspace = build(entity, project, name, model)
-        # Before anything is created on the server.
-        check(as_json(workspace))
         create_chart(api, entity)
         if update is None:
             return workspace.save().url
@@ -327,41 +256,3 @@ def create_chart(api: Any, entity: str) -> None:
 def _refused(error: Exception) -> ConfigError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return ConfigError("wandb", "publish", f"W&B did not take it ({reason}); --offline OUT.json needs no server")
-
-
-def publish_benchmarks(files: Sequence[Path], folder: Path, project: str, entity: str | None, online: bool) -> int:
-    """Log the rows of `bench model` as W&B runs of job type `bench`; idempotent. Returns their number.
-
-    W&B's files lie in a subfolder of `folder` for each row; unless `online` they stay there, for `wandb sync`.
-
-    Raises:
-        DataError: a file is not a result of `bench model`.
-        ConfigError: W&B refuses.
-    """
-    from zeco_train.report.measurements import read
-    from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
-    from zeco_train.tracking.loggers import WandbLogger
-    from zeco_train.tracking.starts import Start
-
-    mode = LoggerMode.online if online else LoggerMode.offline
-    config = LoggerConfig(LoggerKind.wandb, project, entity, job_type="bench", tags=["bench"], mode=mode)
-    config.validate()
-    for file in files:
-        if not file.is_file():
-            raise DataError(file, "is not a file", "give results.json of bench model")
-    comparison = read(files)
-    for name in comparison.benchmarks.keys() - {measurement.name for measurement in comparison.measurements}:
-        raise DataError(name, "has no measured step of a backend", "give results.json of bench model")
-    for measurement in comparison.measurements:
-        layout = measurement.layout
-        run_dir = folder / f"{measurement.name}-{layout.model}-{layout.backend}-{layout.seq_len}".replace(":", "_")
-        with write_errors(run_dir):
-            run_dir.mkdir(parents=True, exist_ok=True)
-        results = comparison.benchmarks[measurement.name]
-        tracker = WandbLogger(config, run_dir)
-        tracker.begin({"benchmark": results["config"]}, Start(0, layout, results["environment"]), None)
-        row = {name: getattr(measurement, name) for name in ("step_seconds", "memory_gb", "mfu", "hfu", "loss")}
-        row |= {RATE: measurement.rate.median, "comm_exposed_seconds": measurement.exposed_seconds}
-        tracker.log(measurement.rate.count, {key: value for key, value in row.items() if value is not None})
-        tracker.finish()
-    return len(comparison.measurements)
