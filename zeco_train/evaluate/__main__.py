@@ -177,9 +177,12 @@ def _check_override(text: str) -> None:
 
 def describe() -> str:
     """The text of `--help`."""
-    tasks = "\n".join(f"  {name:<12} {kind.summary}" for name, kind in TASKS.items())
+    tasks = "\n".join(f"  {name:<17} {kind.summary}" for name, kind in TASKS.items())
     kinds = {**TASKS, LM_EVAL: STANDARD}
-    settings = [f"{name}.KEY=VALUE:\n{describe_settings(kind.load())}" for name, kind in kinds.items()]
+    alike: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        alike.setdefault(describe_settings(kind.load()), []).append(f"{name}.KEY=VALUE")
+    settings = [f"{', '.join(names)}:\n{text}" for text, names in alike.items()]
     return (
         "usage: [torchrun --nproc-per-node N -m | python -m] zeco_train.evaluate RUN [--tasks NAME,…] [--out FOLDER]\n"
         "           [KEY=VALUE …]\n\n"

@@ -24,7 +24,6 @@ from zeco_train.evaluate.scoring import Cut, Scores, score_examples
 from zeco_train.evaluate.task_registry import TaskResult
 from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.backend import TappedScan
-from zeco_train.system.command import docstring
 from zeco_train.system.figures import GREY, ORANGE, new_figure
 from zeco_train.system.numbers import check_least, length_name
 from zeco_train.training.forward import SequenceForward
@@ -47,7 +46,7 @@ class ZeroedScan(TappedScan):
 
 @dataclass
 class SyntheticTask:
-    """Settings shared by all synthetic tasks; for the tasks see `data.synthetic.Task`.
+    """Settings of a synthetic task; for the tasks see `data.synthetic.Task`.
 
     Attributes:
         lengths: of the sequences; empty is data.seq_len.
@@ -58,6 +57,12 @@ class SyntheticTask:
         tokens: maximum tokens per rank and forward pass; longer sequences are cut into segments.
         zeroed: repeat with the states that cross ranks and segments set to zero. Answers that are still right were not
             recalled through those states.
+        facts: pairs for recall, names for needle_multikey, numbers for needle_multivalue, boxes for variables, rings at
+            most for counting; null: as in training, else 8, 4, 4, 4, 9.
+        queries: number of queries, for recall; null: one per pair.
+        alphabet: number of key symbols, and of value symbols, for recall; null: as in training, else 64.
+        keys: number of keys in use, for recall; null: as in training, else all.
+        digits: of the numbers of needles and variables; null: as in training, else 4.
     """
 
     task: ClassVar[Task]
@@ -68,11 +73,11 @@ class SyntheticTask:
     seed: int = 0
     tokens: int = 16384
     zeroed: bool = False
-
-    def __init_subclass__(cls) -> None:
-        """Add the base class's attributes to a task's docstring, which is shown by `--help`."""
-        own = docstring(cls).partition("Attributes:\n")[2]
-        cls.__doc__ = f"{docstring(cls.__mro__[1])}\n{own}"
+    facts: int | None = None
+    queries: int | None = None
+    alphabet: int | None = None
+    keys: int | None = None
+    digits: int | None = None
 
     def validate(self) -> None:
         check_least(self, depths=0, examples=1, seed=0, tokens=1)
@@ -185,76 +190,13 @@ class SyntheticTask:
         return values.view(len(self._depths), -1).mean(1).tolist()
 
 
-@dataclass
-class _Numbers(SyntheticTask):
-    """Further settings of tasks with numbers.
-
-    Attributes:
-        digits: per number; null: as in training, else 4.
-    """
-
-    digits: int | None = None
-
-
-@dataclass
-class RecallTask(SyntheticTask):
-    """Settings of `recall`.
-
-    Attributes:
-        facts: number of key-value pairs; null: as in training, else 8.
-        queries: number of queries; null: one per pair.
-        alphabet: number of key symbols, and of value symbols; null: as in training, else 64.
-        keys: number of keys in use; null: as in training, else all.
-    """
-
-    task: ClassVar[Task] = Task.recall
-    facts: int | None = None
-    queries: int | None = None
-    alphabet: int | None = None
-    keys: int | None = None
-
-
-@dataclass
-class Needle(_Numbers):
-    """Settings of `needle`."""
-
-    task: ClassVar[Task] = Task.needle
-
-
-@dataclass
-class MultiKey(_Numbers):
-    """Settings of `needle_multikey`.
-
-    Attributes:
-        facts: number of names, of the name's numbers, or of boxes that hold the number; null: as in training, else 4.
-    """
-
-    task: ClassVar[Task] = Task.needle_multikey
-    facts: int | None = None
-
-
-class MultiValue(MultiKey):
-    """Settings of `needle_multivalue`."""
-
-    task = Task.needle_multivalue
-
-
-class Variables(MultiKey):
-    """Settings of `variables`."""
-
-    task = Task.variables
-
-
-@dataclass
-class Counting(SyntheticTask):
-    """Settings of `counting`.
-
-    Attributes:
-        facts: maximum number of rings; null: as in training, else 9.
-    """
-
-    task: ClassVar[Task] = Task.counting
-    facts: int | None = None
+# `task_registry` finds the class of each task by its name.
+globals().update(
+    {
+        task.value: type(task.value, (SyntheticTask,), {"task": task, "__doc__": f"Settings of `{task.value}`."})
+        for task in Task
+    }
+)
 
 
 def _spoken(depths: Sequence[float | None], lengths: Sequence[int], cells: Sequence[Sequence[float]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Registry of the built-in tasks of `zeco_train.evaluate`; any other name is a task of lm_eval.
 
-A task is a dataclass of its settings with a `run` method: `--tasks needle needle.lengths=[4096,65536]` creates
-`Needle(lengths=[4096, 65536])`. Its module is imported only when the task is requested.
+A task is a dataclass of its settings with a `run` method: `--tasks validation validation.lengths=[4096]` creates
+`HeldOut(lengths=[4096])`. Its module is imported only when the task is requested.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ TASKS: dict[str, TaskKind] = {
         "held-out loss and perplexity, and the loss by position (PNG)", "zeco_train.evaluate.held_out:HeldOut"
     ),
     **{
-        name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.synthetic:{kind}")
-        for name, kind, summary in (
-            ("recall", "RecallTask", "values by their keys"),
-            ("needle", "Needle", "a number by its name, in text"),
-            ("needle_multikey", "MultiKey", "one of several numbers by its name"),
-            ("needle_multivalue", "MultiValue", "all numbers of a name"),
-            ("variables", "Variables", "all boxes that hold the same number"),
-            ("counting", "Counting", "how often something was told"),
+        name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.synthetic:{name}")
+        for name, summary in (
+            ("recall", "values by their keys"),
+            ("needle", "a number by its name, in text"),
+            ("needle_multikey", "one of several numbers by its name"),
+            ("needle_multivalue", "all numbers of a name"),
+            ("variables", "all boxes that hold the same number"),
+            ("counting", "how often something was told"),
         )
     },
 }
