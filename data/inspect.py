@@ -1,7 +1,7 @@
 """Inspect and verify a token store: `python -m data.inspect STORE`.
 
-Prints counts, document lengths and a decoded sample, verifies the digest of every shard, and prints the read rate. With
-`--png FILE` it draws a histogram of the lengths. A problem ends it with a one-line message and a status ≠ 0.
+Prints counts, document lengths and a decoded sample, and verifies the digest of every shard. With `--png FILE` it draws
+a histogram of the lengths. A problem ends it with a one-line message and a status ≠ 0.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from zeco_train.system.paths import check_output_file, warn_of_replacing
 from zeco_train.system.terminal import visible
 
 _BLOCK_BYTES = 1 << 24
-_READ_SECONDS = 1.0
-_READ_TOKENS = 1 << 16
 _QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -44,9 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("store", type=user_path, metavar="STORE")
     drawn = "draw a histogram of the documents' lengths there"
     parser.add_argument("--png", type=user_path, metavar="FILE", help=drawn)
-    parser.add_argument("--document", type=int, metavar="N", help="which document to show (default: one by --seed)")
+    parser.add_argument("--document", type=int, metavar="N", help="which document to show (default: the middle one)")
     parser.add_argument("--sample-tokens", type=int, default=200, metavar="N", help="how much of it (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample and of the timed reads, ≥ 0")
     parser.add_argument("--quick", action="store_true", help="do not read the shards whole")
     _inspect(parser.parse_args(arguments))
     return 0
@@ -98,8 +95,6 @@ def _mistakes(store: TokenStore, tokens: NDArray[np.unsignedinteger], position: 
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    if options.seed < 0:
-        raise ConfigError("--seed", options.seed, "must be ≥ 0")
     store = TokenStore.open(options.store)
     if options.png is not None:
         check_output_file("--png", options.png)
@@ -120,7 +115,6 @@ def _inspect(options: argparse.Namespace) -> None:
         parts.append(TokenStore.open(options.store / VALIDATION_FOLDER))
         meta = parts[1].meta
         _show(f"validation   {meta.num_documents:,} documents, {meta.num_tokens:,} tokens")
-    _print_reads(store, options.seed)
     if options.quick:
         _show("integrity    sizes and offsets fit; the shards were not read (--quick)")
         return
@@ -167,9 +161,7 @@ def _print_counts(store: TokenStore, lengths: NDArray[np.int64]) -> None:
 
 
 def _print_sample(store: TokenStore, options: argparse.Namespace, tokenizer: Tokenizer | DataError) -> None:
-    document = options.document
-    if document is None:
-        document = int(np.random.default_rng(options.seed).integers(store.meta.num_documents))
+    document = store.meta.num_documents // 2 if options.document is None else options.document
     if not 0 <= document < store.meta.num_documents:
         raise ConfigError("--document", document, f"allowed: 0 to {store.meta.num_documents - 1}")
     start, stop = store.doc_offsets[document : document + 2].tolist()
@@ -183,18 +175,6 @@ def _print_sample(store: TokenStore, options: argparse.Namespace, tokenizer: Tok
     except DataError as error:
         text = f"{ids[:40].tolist()} … (not decoded: {error})"
     _show("\n".join(f"             | {line}" for line in visible(text).splitlines()))
-
-
-def _print_reads(store: TokenStore, seed: int) -> None:
-    # Random reads, as in training.
-    size = min(_READ_TOKENS, store.num_tokens)
-    generator = np.random.default_rng(seed)
-    start, count = time.monotonic(), 0
-    while (seconds := time.monotonic() - start) < _READ_SECONDS:
-        first = int(generator.integers(store.num_tokens - size + 1))
-        store.read(first, first + size)
-        count += 1
-    _show(f"reads        {compact(count * size / seconds)} tokens/s, {size:,} at a time from random places")
 
 
 def draw_lengths(lengths: NDArray[np.int64], png: Path, title: str) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import inspect as inspect_module
 from data.inspect import draw_lengths, main
 from data.prepare import PrepareOptions, prepare_store
 from data.store import META_FILE, TokenStore, shard_name
@@ -21,11 +20,6 @@ from tests.support.commands import check_line, run_here
 from tests.support.stores import write_lines
 
 __all__ = ["control_tokens", "hugging_face"]
-
-
-@pytest.fixture(autouse=True)
-def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect_module, "_READ_SECONDS", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +46,6 @@ def test_inspect_reports_intact_store(store: Path, capsys: pytest.CaptureFixture
     assert "made with    text_field=text" in printed.out
     assert "| text 3: " + "Ähnlich. " * 9 in printed.out
     assert re.search(r"lengths      9 to [\d,]+ tokens, mean [\d,]+; 50% ≤ [\d,]+, 90% ≤", printed.out)
-    assert re.search(r"reads        [\d.]+[kMG] tokens/s", printed.out)
     shards = opened.num_shards + TokenStore.open(store / "validation").num_shards
     assert re.search(
         rf"integrity    {shards} shards, offsets and ends of documents are as prepared: .*B/s\)", printed.out
@@ -117,7 +110,6 @@ def flip(store: Path) -> str:
 
 
 def beyond(store: Path) -> str:
-    # Found by the timed reads or by the check of the whole shard.
     return f"{change_bytes(store / shard_name(1), lambda data: data.__setitem__(slice(10, 12), bytes([231, 3])))}"
 
 
@@ -173,7 +165,6 @@ def test_tokens_inconsistent_with_meta_are_reported(store: Path, change: dict[st
         (["none"], 3, "none: no such token store"),
         (["store", "--document", "58"], 2, "--document=58: allowed: 0 to 57"),
         (["store", "--document", "x"], 2, "argument --document: invalid int value: 'x'"),
-        (["store", "--seed", "-1"], 2, "--seed=-1: must be ≥ 0"),
         (["store", "--png", "none/x.png"], 2, "--png=none/x.png: its folder does not exist"),
         (["store", "--png", "x.nope"], 3, "x.nope: cannot be written ("),
     ],
