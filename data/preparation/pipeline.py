@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
-import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +25,7 @@ from data.sources.readers import Document, LeftOut
 from data.store import token_dtype
 from data.store.writer import SHARD_TOKENS
 from data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from zeco_train.errors import DataError
+from zeco_train.errors import DataError, ZecoError
 
 # In `Part.counts`: control ids inside documents.
 CONTROL_IDS = "control_ids"
@@ -100,42 +99,38 @@ class Part:
 
 
 class UnitTokenizer:
-    """Makes the parts of units. Unfinished units stay open for their next part."""
+    """Makes the parts of units."""
 
     def __init__(self, job: Preparation) -> None:
         self._job, self._with_control = job, job.options.control_strings == "ids"
         self._tokenizer = cached_tokenizer(job.options.tokenizer, job.options.eos)
         self._is_control = np.zeros(self._tokenizer.vocab_size, dtype=bool)
         self._is_control[list(self._tokenizer.control_ids)] = True
-        self._open: dict[int, tuple[int, Iterator[Document]]] = {}
 
-    def part(self, index: int, unit: Unit, first: int) -> Part:
-        """Write the part of unit `index` that begins with its document `first`. Raises DataError.
+    def parts(self, index: int, unit: Unit, first: int) -> Iterator[Part]:
+        """Write the parts of unit `index` from its document `first` on, each as it is taken. Raises DataError.
 
         Holds one document in memory, or about 262,144 characters of short ones.
         """
-        job, options = self._job, self._job.options
-        position, texts = self._open.pop(index, (-1, iter(())))
-        # The unit is not open here: it is new, or its last part was made by an earlier run.
-        if position != first:
-            texts = job.source.read(unit, first)
-        name = f"part-{index:010d}-{first:010d}"
-        lengths: list[int] = []
-        documents, characters, ended, counts = 0, 0, False, Counter[str]()
-        with (job.parts / f"{name}.bin").open("wb") as file:
-            while not ended and characters < options.part_characters:
-                most = min(_ENCODE_CHARACTERS, options.part_characters - characters)
-                pending, size = _take(texts, most, options.max_document_bytes)
-                # Only an empty read shows the end, so a unit whose last document fills a part gets an empty part more.
-                ended = size == 0 and not pending
-                documents += len(pending)
-                characters += size
-                counts += self._write(file, pending, lengths)
-        np.save(job.parts / f"{name}.npy", np.asarray(lengths, dtype=np.int64))
-        if not ended:
-            self._open[index] = first + documents, texts
-        amount = unit.size if ended else 0
-        return Part(index, unit.stamp, first, documents, ended, name, sum(lengths), dict(counts), amount)
+        job, options, ended = self._job, self._job.options, False
+        texts = job.source.read(unit, first)
+        while not ended:
+            name = f"part-{index:010d}-{first:010d}"
+            lengths: list[int] = []
+            documents, characters, counts = 0, 0, Counter[str]()
+            with (job.parts / f"{name}.bin").open("wb") as file:
+                while not ended and characters < options.part_characters:
+                    most = min(_ENCODE_CHARACTERS, options.part_characters - characters)
+                    pending, size = _take(texts, most, options.max_document_bytes)
+                    # Only an empty read shows the end: a unit whose last document fills a part has an empty part more.
+                    ended = size == 0 and not pending
+                    documents += len(pending)
+                    characters += size
+                    counts += self._write(file, pending, lengths)
+            np.save(job.parts / f"{name}.npy", np.asarray(lengths, dtype=np.int64))
+            amount = unit.size if ended else 0
+            yield Part(index, unit.stamp, first, documents, ended, name, sum(lengths), dict(counts), amount)
+            first += documents
 
     def _write(self, file: BinaryIO, found: list[Document], lengths: list[int]) -> Counter[str]:
         tokenizer = self._tokenizer
@@ -165,29 +160,13 @@ class UnitTokenizer:
         return DataError(self._tokenizer.info.get("path", "tokenizer"), problem, remedy)
 
 
-@dataclass
-class _Lane:
-    # A unit whose parts are prefetched one after the other.
-    index: int
-    unit: Unit
-    first: int  # document of the next part
-    parts: deque[Part] = field(default_factory=deque)  # finished, but not yet yielded
-    ended: bool = False
-    pending: Future[Part] | None = None  # the next part if it is in progress, in process `worker`
-    worker: int = -1
-
-    def add(self, part: Part) -> None:
-        self.parts.append(part)
-        self.first, self.ended = part.first + part.documents, part.ended
-
-
 def tokenize_units(
     job: Preparation, units: Iterator[tuple[int, Unit]], workers: int, first: int, made: dict[str, Part]
 ) -> Generator[Part, None, None]:
-    """Yield the parts of numbered `units` in order; with more than one worker, prefetched by worker processes.
+    """Yield the parts of numbered `units` in order; with more than one worker, made ahead by worker processes.
 
     Two units per worker are in progress at a time, which bounds the parts waiting on disk. The workers end with this
-    generator and with this process, even if it is killed.
+    generator, and when this process is gone.
 
     Args:
         workers: number of processes; 1: this process does the work.
@@ -198,129 +177,124 @@ def tokenize_units(
     Raises:
         DataError: unusable text, of the first such unit in their order; a worker process died.
     """
-    lanes = _lanes(units, first, list(made.values()))
+    tasks = _tasks(units, first, list(made.values()))
     if workers == 1:
         tokenizer = UnitTokenizer(job)
-        for lane in lanes:
-            yield from lane.parts
-            while not lane.ended:
-                lane.add(tokenizer.part(lane.index, lane.unit, lane.first))
-                made[lane.parts[-1].name] = lane.parts[-1]
-                yield lane.parts.pop()
+        for index, unit, first, found in tasks:
+            yield from found
+            for part in tokenizer.parts(index, unit, first) if not _is_done(found) else ():
+                made[part.name] = part
+                yield part
         return
-    with _Pool(job, workers) as pool:
-        ahead: deque[_Lane] = deque()
+    with _started(job, workers) as idle:
+        # The parts of each unit in order that are not yielded yet, or behind them what its worker raised.
+        ahead: deque[deque[Part | Exception]] = deque()
+        busy: dict[Connection, deque[Part | Exception]] = {}
         while True:
-            while len(ahead) < 2 * workers and (next_lane := next(lanes, None)):
-                pool.submit(next_lane)
-                ahead.append(next_lane)
+            while idle and len(ahead) < 2 * workers and (task := next(tasks, None)) is not None:
+                *of_worker, found = task
+                ahead.append(deque(found))
+                if not _is_done(found):
+                    pipe = idle.pop()
+                    busy[pipe] = ahead[-1]
+                    with _death_is_explained():
+                        pipe.send(of_worker)
             if not ahead:
                 return
-            lane = ahead[0]
-            if lane.parts:
-                yield lane.parts.popleft()
-            elif lane.ended:
-                ahead.popleft()
-            else:
-                made.update((part.name, part) for part in pool.harvest(ahead))
+            if ahead[0]:
+                answer = ahead[0].popleft()
+                if isinstance(answer, Exception):
+                    raise answer
+                if answer.ended:
+                    ahead.popleft()
+                yield answer
+                continue
+            for pipe in wait([*busy]):
+                assert isinstance(pipe, Connection)
+                with _death_is_explained():
+                    answer = pipe.recv()
+                busy[pipe].append(answer)
+                if isinstance(answer, Part):
+                    made[answer.name] = answer
+                if isinstance(answer, Exception) or answer.ended:
+                    del busy[pipe]
+                    idle.append(pipe)
 
 
-def _lanes(units: Iterator[tuple[int, Unit]], first: int, made: list[Part]) -> Generator[_Lane, None, None]:
-    by_unit: dict[int, list[Part]] = {}
-    for part in sorted(made, key=lambda part: part.first):
-        by_unit.setdefault(part.unit, []).append(part)
+def _tasks(
+    units: Iterator[tuple[int, Unit]], first: int, made: list[Part]
+) -> Iterator[tuple[int, Unit, int, list[Part]]]:
+    # Number, unit, its document to begin with, and the parts before that one.
+    made.sort(key=lambda part: part.first)
     for index, unit in units:
-        lane = _Lane(index, unit, first)
-        for part in by_unit.get(index, ()):
-            if part.stamp == unit.stamp and part.first == lane.first:
-                lane.add(part)
-        yield lane
+        found: list[Part] = []
+        for part in made:
+            if part.unit == index and part.stamp == unit.stamp and part.first == first:
+                found.append(part)
+                first += part.documents
+        yield index, unit, first, found
         first = 0
 
 
+def _is_done(found: list[Part]) -> bool:
+    return bool(found) and found[-1].ended
+
+
 @contextmanager
-def _terminal_signals_blocked() -> Iterator[None]:
-    # Those that a terminal sends to all processes; processes started here inherit that.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+def _death_is_explained() -> Iterator[None]:
     try:
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    except (EOFError, OSError) as error:
+        problem = "a worker process ended by itself (out of memory?)"
+        raise DataError("data.prepare", problem, "use fewer --workers") from error
 
 
-class _Pool:
-    """Worker processes, each with its own queue, so that an open unit stays with its worker."""
-
-    def __init__(self, job: Preparation, workers: int) -> None:
-        # Spawn: fork is unsafe with the threads of tokenizers and pyarrow.
-        context = multiprocessing.get_context("spawn")
-        self._stop_reader, self._stop_writer = context.Pipe(duplex=False)
-        create = functools.partial(
-            ProcessPoolExecutor, 1, mp_context=context, initializer=_start_worker, initargs=(self._stop_reader, job)
-        )
-        # The first one starts Python's resource tracker.
-        with _terminal_signals_blocked():
-            self._executors = [create() for _ in range(workers)]
-        self._load = [0] * workers
-
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            for executor in self._executors:
-                executor.shutdown()
-        # After an error or an interrupt this ends the workers at once; otherwise they have already exited.
-        self._stop_writer.close()
-        for executor in self._executors:
-            executor.shutdown(cancel_futures=True)
-        self._stop_reader.close()
-
-    def submit(self, lane: _Lane) -> None:
-        # The lane's next part, if any; a new lane goes to the least loaded worker.
-        if lane.ended:
-            return
-        if lane.worker < 0:
-            lane.worker = self._load.index(min(self._load))
-            self._load[lane.worker] += 1
+@contextmanager
+def _started(job: Preparation, workers: int) -> Iterator[list[Connection]]:
+    # Processes that make the parts of a unit each time they are sent its number, the unit and the first document.
+    # Spawn: fork is unsafe with the threads of tokenizers and pyarrow.
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    # Those that a terminal sends to all processes; the ones started here inherit that.
+    of_terminals = {signal.SIGINT, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, of_terminals)
+    try:
         try:
-            with _terminal_signals_blocked():
-                executor = self._executors[lane.worker]
-                lane.pending = executor.submit(_part_in_worker, lane.index, lane.unit, lane.first)
-        except BrokenProcessPool as error:
-            raise _worker_died() from error
+            # A process, too, whose start unblocks SIGINT.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, of_terminals)
+            for _ in range(workers):
+                ours, theirs = context.Pipe()
+                processes.append(context.Process(target=_work, args=(theirs, job), daemon=True))
+                processes[-1].start()
+                # With this end, too, the worker's end would go unnoticed.
+                theirs.close()
+                pipes.append(ours)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        yield list(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for pipe in pipes:
+            pipe.close()
 
-    def harvest(self, lanes: deque[_Lane]) -> list[Part]:
-        """Wait for a part of any lane; collect and return all finished parts, and submit the next ones.
 
-        Raises an error of the first lane; errors of others wait until their lane is first, as in a single process.
-        """
-        head = lanes[0]
-        # Without failed lanes behind the first: they are done, so `wait` would return at once, again and again.
-        busy = {lane.pending for lane in lanes if lane.pending and (lane is head or not _failed(lane.pending))}
-        wait(busy, return_when=FIRST_COMPLETED)
-        new: list[Part] = []
-        for lane in lanes:
-            if lane.pending is None or not lane.pending.done() or (lane is not head and _failed(lane.pending)):
-                continue
+def _work(pipe: Connection, job: Preparation) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    # Once the parent has ended, killed or not.
+    with suppress(EOFError, OSError):
+        while True:
+            task = pipe.recv()
             try:
-                new.append(lane.pending.result())
-                lane.add(new[-1])
-            except BrokenProcessPool as error:
-                raise _worker_died() from error
-            lane.pending = None
-            self.submit(lane)
-            if lane.ended:
-                self._load[lane.worker] -= 1
-        return new
-
-
-def _failed(future: Future[Part]) -> bool:
-    return future.done() and future.exception() is not None
-
-
-def _worker_died() -> DataError:
-    return DataError("data.prepare", "a worker process ended by itself (out of memory?)", "use fewer --workers")
+                for part in UnitTokenizer(job).parts(*task):
+                    pipe.send(part)
+            except Exception as error:
+                if not isinstance(error, ZecoError):
+                    error.add_note(traceback.format_exc())
+                pipe.send(error)
 
 
 def _take(texts: Iterator[Document], most: int, most_bytes: int) -> tuple[list[Document], int]:
@@ -334,27 +308,3 @@ def _take(texts: Iterator[Document], most: int, most_bytes: int) -> tuple[list[D
         if size >= most or len(taken) >= _ENCODE_DOCUMENTS:
             break
     return taken, size
-
-
-_job: Preparation | None = None
-_unit_tokenizer = functools.cache(UnitTokenizer)
-
-
-def _start_worker(stop_reader: Connection, job: Preparation) -> None:
-    global _job
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_exit_with_parent, args=(stop_reader,), daemon=True).start()
-    _job = job
-
-
-def _part_in_worker(index: int, unit: Unit, first: int) -> Part:
-    # Created on first use rather than in the initializer, whose errors are not propagated.
-    assert _job is not None
-    return _unit_tokenizer(_job).part(index, unit, first)
-
-
-def _exit_with_parent(stop_reader: Connection) -> None:
-    # Nothing is ever sent: the pipe becomes readable when the parent, its only writer, closes it or dies.
-    stop_reader.poll(None)
-    # Not sys.exit, which would end this thread only.
-    os._exit(1)

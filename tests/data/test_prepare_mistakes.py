@@ -109,7 +109,7 @@ def test_error_in_worker_names_file_and_line(tmp_path: Path) -> None:
 def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.txt"
     source.write_text("x")
-    monkeypatch.setattr(pipeline, "_start_worker", os._exit)  # as if killed for lack of memory
+    monkeypatch.setattr(pipeline, "_work", os.abort)  # as if killed for lack of memory
     with pytest.raises(DataError, match="a worker process ended by itself"):
         prepare_store(PrepareOptions((source,), tmp_path / "store", workers=2))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

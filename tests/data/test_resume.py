@@ -7,7 +7,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -116,13 +116,14 @@ def test_parts_made_ahead_are_reused_on_resume(
     waiting = {part["name"] for part in state["waiting"]}
     assert waiting
     made: list[str] = []
-    make = UnitTokenizer.part
+    make = UnitTokenizer.parts
 
-    def spy(self: UnitTokenizer, index: int, unit: Unit, first: int) -> Part:
-        made.append(f"part-{index:010d}-{first:010d}")
-        return make(self, index, unit, first)
+    def spy(self: UnitTokenizer, index: int, unit: Unit, first: int) -> Iterator[Part]:
+        for part in make(self, index, unit, first):
+            made.append(part.name)
+            yield part
 
-    monkeypatch.setattr(UnitTokenizer, "part", spy)
+    monkeypatch.setattr(UnitTokenizer, "parts", spy)
     prepare_store(options(corpus, tmp_path / "store"))
     assert made
     assert not waiting & set(made)
