@@ -17,6 +17,7 @@ from tests.support.commands import Outcome, check_line
 from zeco_train.report import panels
 from zeco_train.report.__main__ import main
 from zeco_train.report.measurements import Spread, read
+from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.figures import new_figure
 from zeco_train.system.paths import check_outputs
 from zeco_train.tracking.starts import Layout, Start, append_start
@@ -72,7 +73,7 @@ class Page(HTMLParser):
         found = {key: value or "" for key, value in attributes}
         if tag not in ("meta", "img", "source", "br"):
             self._open.append(tag)
-        self.loaded += [found[key] for key in ("src", "href", "srcset", "action") if key in found]
+        self.loaded += [found[key] for key in ("src", "href", "action") if key in found]
         if tag == "img":
             self.images.append(found)
         if tag == "table":
@@ -258,11 +259,11 @@ def test_end_of_a_failed_run_is_marked_and_noted(tmp_path: Path) -> None:
     assert found.notes == ["failed ends with step 4, whose loss is not finite"]
     (losses,) = (panel for panel in panels.panels(found) if panel.title.startswith("Loss ("))
     axes = new_figure("", (4, 3), dpi=60, title_size=8).subplots()
-    losses.draw(axes, {"dp": "#010101", "zeco": "#020202"})
+    losses.draw(axes)
     assert [(line.get_marker(), line.get_color()) for line in axes.lines] == [
-        ("None", "#010101"),
-        ("None", "#020202"),
-        ("x", "#020202"),
+        ("None", BACKENDS["dp"].color),
+        ("None", BACKENDS["zeco"].color),
+        ("x", BACKENDS["zeco"].color),
     ]
     assert np.ravel(axes.lines[-1].get_xdata())[0] == 3 * 4096
 

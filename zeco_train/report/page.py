@@ -104,7 +104,7 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
         overview=_overview(comparison),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         throughput=_throughput(comparison.measurements),
-        panels=[_picture_of(panel) for panel in drawn],
+        panels=[(panel, _data(panel_png(panel))) for panel in drawn],
         size=[round(PANEL_DPI * inches) for inches in PANEL_INCHES],
         families=[_losses(n, family) for n, family in enumerate(comparison.families, 1) if len(family) > 1],
         pictures=[(text, _data(png)) for text, png in pictures.items()],
@@ -162,11 +162,6 @@ def _losses(number: int, family: Sequence[Run]) -> dict[str, Any]:
         cells.append([(row["name"], row["name"]), *counts, *numbers, *gaps])
     caption = f"Losses step by step, against those of {family[0].name}, of runs with the same data, batches and seed."
     return {"number": number, "problem": "", "table": Table(caption, headings, cells)}
-
-
-def _picture_of(panel: Panel) -> dict[str, str]:
-    light, dark = (_data(panel_png(panel, dark)) for dark in (False, True))
-    return {"title": panel.title, "text": panel.text, "light": light, "dark": dark}
 
 
 def _data(png: bytes) -> str:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 from zeco_train.compare import Run, draw_differences, draw_losses, legend_of_runs
 from zeco_train.report.measurements import Comparison, Measurement, Spread
 from zeco_train.sp.backend_registry import BACKENDS
-from zeco_train.system.figures import CURVES, amount_ticks, finish_axes, new_figure, paper, plain, render
+from zeco_train.system.figures import CURVES, amount_ticks, finish_axes, new_figure, plain, render
 from zeco_train.system.numbers import length_name
 
 if TYPE_CHECKING:
     from zeco_train.system.figures import Axes, Figure
 
 _COLORS = {name: spec.color for name, spec in BACKENDS.items()}
-_DARK_COLORS = {name: spec.dark_color for name, spec in BACKENDS.items()}
 _MARKERS = "osD^vPX*"
 _RATE = "tokens/s of a device (p10, median, p90)"
 # With more bars their names do not fit, and more names make no title.
@@ -38,12 +37,12 @@ class Panel:
 
     Attributes:
         text: alternative text: the axes, and the values if there are few.
-        draw: draws into axes, with the backends' colours.
+        draw: draws into axes.
     """
 
     title: str
     text: str
-    draw: Callable[[Axes, Mapping[str, str]], None]
+    draw: Callable[[Axes], None]
 
 
 def panels(comparison: Comparison) -> list[Panel]:
@@ -56,7 +55,7 @@ def panels(comparison: Comparison) -> list[Panel]:
         found += _throughput(own, where)
         found += _costs(own, where)
     for family in comparison.families:
-        found += _losses(family, _backends(family, measurements)) if len(family) > 1 else []
+        found += _losses(family, _colors(family, measurements)) if len(family) > 1 else []
     # Their losses are not comparable, so one panel shows that they all fall.
     alone = [family[0] for family in comparison.families if len(family) == 1]
     if alone:
@@ -71,22 +70,21 @@ def whole_figure(drawn: Sequence[Panel], title: str) -> Figure:
     figure = new_figure(title, (7.2 * columns, 4.6 * lines + 0.4), dpi=110, title_size=13)
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes, panel in zip(grid.flat, drawn, strict=False):
-        panel.draw(axes, _COLORS)
+        panel.draw(axes)
         _finish(axes, panel.title)
     for axes in list(grid.flat)[len(drawn) :]:
         axes.set_axis_off()
     return figure
 
 
-def panel_png(panel: Panel, dark: bool) -> bytes:
-    """One panel as a PNG, for a light or a dark page; the page adds its title."""
-    with paper(dark=dark):
-        figure = new_figure("", PANEL_INCHES, dpi=PANEL_DPI, title_size=11)
-        axes = figure.subplots()
-        panel.draw(axes, _DARK_COLORS if dark else _COLORS)
-        _finish(axes, "")
-        buffer = io.BytesIO()
-        render(figure, buffer)
+def panel_png(panel: Panel) -> bytes:
+    """One panel as a PNG; the page adds its title, and inverts it where it is dark."""
+    figure = new_figure("", PANEL_INCHES, dpi=PANEL_DPI, title_size=11)
+    axes = figure.subplots()
+    panel.draw(axes)
+    _finish(axes, "")
+    buffer = io.BytesIO()
+    render(figure, buffer)
     return buffer.getvalue()
 
 
@@ -160,9 +158,7 @@ def _joined(spreads: Sequence[Spread]) -> Spread:
     return Spread(middle, min(lows), max(highs), sum(spread.count for spread in spreads))
 
 
-def _draw_lines(
-    lines: Sequence[Line], label: str, name: Callable[[int], str], unit: str, axes: Axes, colors: Mapping[str, str]
-) -> None:
+def _draw_lines(lines: Sequence[Line], label: str, name: Callable[[int], str], unit: str, axes: Axes) -> None:
     kinds = list(dict.fromkeys(kind for _, kind, _ in lines))
     places = sorted({place for _, _, points in lines for place, _ in points})
     for index, (backend, kind, points) in enumerate(lines):
@@ -175,7 +171,7 @@ def _draw_lines(
             [place * apart for place, _ in points],
             [value.median for _, value in points],
             yerr=[below, above],
-            color=_color(backend, colors),
+            color=_color(backend),
             marker=_MARKERS[kinds.index(kind) % len(_MARKERS)],
             linestyle=("-", "--", "-.", ":")[kinds.index(kind) % 4],
             capsize=3,
@@ -194,8 +190,8 @@ def _draw_lines(
     legend_of_runs(axes)
 
 
-def _color(backend: str, colors: Mapping[str, str]) -> str:
-    return colors.get(backend.split(":")[0], CURVES[5])
+def _color(backend: str) -> str:
+    return _COLORS.get(backend.split(":")[0], CURVES[5])
 
 
 def _costs(measurements: Sequence[Measurement], where: str) -> list[Panel]:
@@ -222,9 +218,9 @@ def _share(seconds: float | None, measurement: Measurement) -> float | None:
     return None if seconds is None else 100 * seconds / measurement.step_seconds
 
 
-def _draw_bars(bars: Sequence[tuple[Measurement, float]], unit: str, axes: Axes, colors: Mapping[str, str]) -> None:
+def _draw_bars(bars: Sequence[tuple[Measurement, float]], unit: str, axes: Axes) -> None:
     amounts = [amount for _, amount in bars]
-    drawn = axes.barh(range(len(bars)), amounts, color=[_color(m.layout.backend, colors) for m, _ in bars])
+    drawn = axes.barh(range(len(bars)), amounts, color=[_color(m.layout.backend) for m, _ in bars])
     axes.bar_label(drawn, [f"{amount:.3g}" for amount in amounts], padding=3, fontsize=8)
     # A run by its name, a benchmark's row by its layout; both where one of them is not enough.
     labels = [_short(m.name) for m, _ in bars]
@@ -237,48 +233,42 @@ def _draw_bars(bars: Sequence[tuple[Measurement, float]], unit: str, axes: Axes,
     axes.set_xlabel(unit)
 
 
-def _backends(family: Sequence[Run], measurements: Sequence[Measurement]) -> dict[str, str]:
-    # The backend of each run, by name, if they tell the runs apart: their curves then have the backends' colours.
+def _colors(family: Sequence[Run], measurements: Sequence[Measurement]) -> dict[str, str]:
+    # That of the backend of each run, by name, if the backends tell the runs apart.
     names = {run.name for run in family}
     pairs = {(m.name, m.layout.backend) for m in measurements if m.name in names and m.source == "training"}
     told = len(pairs) == len({name for name, _ in pairs}) == len({backend for _, backend in pairs})
-    return dict(pairs) if told else {}
+    return {name: _color(backend) for name, backend in pairs} if told else {}
 
 
-def _loss(runs: Sequence[Run], backends: Mapping[str, str], *, are_apart: bool = False) -> Panel:
+def _loss(runs: Sequence[Run], colors: Mapping[str, str], *, are_apart: bool = False) -> Panel:
     names = ", ".join(run.name for run in runs)
     title = f"Loss ({names})" if len(runs) <= _MOST_NAMED else f"Loss of {len(runs)} runs"
     title = f"Not comparable, of different data: {title}" if are_apart else title
-    return Panel(title, f"Training loss over tokens of {names}.", partial(_draw_losses, runs, backends))
+    return Panel(title, f"Training loss over tokens of {names}.", partial(_draw_losses, runs, colors))
 
 
-def _losses(family: Sequence[Run], backends: Mapping[str, str]) -> list[Panel]:
+def _losses(family: Sequence[Run], colors: Mapping[str, str]) -> list[Panel]:
     first = family[0]
-    found = [_loss(family, backends)]
+    found = [_loss(family, colors)]
     others = [run for run in family[1:] if run.rows.keys() & first.rows.keys()]
     if others:
         text = f"How far the losses of {', '.join(run.name for run in others)} lie from those of {first.name}, by step."
-        draw = partial(_draw_differences, [first, *others], backends)
+        draw = partial(_draw_differences, [first, *others], colors)
         found.append(Panel(f"Difference of the losses from {first.name}", text, draw))
     return found
 
 
-def _draw_losses(family: Sequence[Run], backends: Mapping[str, str], axes: Axes, colors: Mapping[str, str]) -> None:
-    draw_losses(axes, family, x="tokens", colors=_by_run(backends, colors))
+def _draw_losses(family: Sequence[Run], colors: Mapping[str, str], axes: Axes) -> None:
+    draw_losses(axes, family, x="tokens", colors=colors)
     axes.set_xlabel("tokens")
     amount_ticks(axes.xaxis)
 
 
-def _draw_differences(
-    family: Sequence[Run], backends: Mapping[str, str], axes: Axes, colors: Mapping[str, str]
-) -> None:
-    draw_differences(axes, family, _by_run(backends, colors))
+def _draw_differences(family: Sequence[Run], colors: Mapping[str, str], axes: Axes) -> None:
+    draw_differences(axes, family, colors)
     axes.set_xlabel("step")
     legend_of_runs(axes)
-
-
-def _by_run(backends: Mapping[str, str], colors: Mapping[str, str]) -> dict[str, str]:
-    return {name: _color(backend, colors) for name, backend in backends.items()}
 
 
 def _short(name: str) -> str:

@@ -136,8 +136,7 @@ class BackendSpec:
 
     name: str  # as in `sp=`
     description: str  # one line for `--help`
-    color: str  # in figures, on a light and a dark background
-    dark_color: str
+    color: str  # in figures
     build: Callable[[tuple[ScanWorker, ...], Any], ScanBackend]  # (workers, its section of `sp` or None) → its scan
     # that it may run, in table order; none: it communicates nothing, and rejects ranks that share a sequence
     scans: tuple[ScanSpec, ...] = ()

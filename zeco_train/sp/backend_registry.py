@@ -24,7 +24,6 @@ _DP = BackendSpec(
     name="dp",
     description="data parallelism: every rank has sequences of its own, nothing crosses ranks",
     color="#1f8a53",
-    dark_color="#4cc38a",
     build=lambda workers, _: LocalScan(),
 )
 
@@ -33,7 +32,6 @@ _LASP1 = BackendSpec(
     name="lasp1",
     description="one rank after the other, in series with the compute (LASP-1)",
     color="#8a6d1d",
-    dark_color="#d9b23c",
     build=lambda workers, _: SpecScan(workers, SERIAL),
     scans=(SERIAL,),
 )
@@ -44,7 +42,6 @@ _LASP2 = BackendSpec(
     name="lasp2",
     description="all-gather of all states and decays, beside the work inside chunks (LASP-2)",
     color="#7a3fa8",
-    dark_color="#c596f5",
     build=lambda workers, _: SpecScan(workers, ALL_GATHER),
     scans=(ALL_GATHER,),
 )

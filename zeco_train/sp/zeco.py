@@ -62,7 +62,6 @@ ZECO = BackendSpec(
     name="zeco",
     description="All-Scan: one state received and one sent, beside the work inside chunks (ZeCO)",
     color="#2a6fbb",
-    dark_color="#6cb6ff",
     build=AllScan,
     scans=ALL_SCANS,
     section="all_scan",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from zeco_train.system.files import whole_file, write_errors
 from zeco_train.system.numbers import length_name
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY = "#2a6fbb", "#d9720f", "#5f6b76"
 # For curves other than backends, which have their own colours.
 CURVES = (BLUE, ORANGE, "#3b8f4f", "#a23b72", GREY, "#8c6d1f", "#3aa6a6", "#7a5cc0")
-
-_DARK_PAPER, _DARK_INK = "#14181d", "#d7dde4"
 
 
 def import_matplotlib() -> None:
@@ -55,19 +51,6 @@ def new_figure(title: str, size: tuple[float, float], dpi: int, title_size: floa
     FigureCanvasAgg(figure)
     figure.suptitle(plain(title), fontsize=title_size, fontweight="bold")
     return figure
-
-
-@contextmanager
-def paper(*, dark: bool) -> Iterator[None]:
-    """Within it, new figures are for a light or a dark page."""
-    import_matplotlib()
-    import matplotlib
-
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
-    settings: dict[Any, str] = dict.fromkeys(names, _DARK_INK)
-    settings |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), _DARK_PAPER)
-    with matplotlib.rc_context(settings if dark else {}):
-        yield
 
 
 def plain(text: str) -> str:

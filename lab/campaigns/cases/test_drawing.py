@@ -40,7 +40,7 @@ pictures = {
     "run": lambda: charts.plot_run(run),
     "compare": lambda: compare.main([run, other, "--out", run]),
     "heat map": lambda: heat_map("t", [64], [0.5], [[0.5]], train_len=64, chance=0.1, caption="c"),
-    "panel": lambda: panels.panel_png(panels.Panel("t", "c", lambda axes, colors: None), True),
+    "panel": lambda: panels.panel_png(panels.Panel("t", "c", lambda axes: None)),
     "decode": lambda: list(figures._decode([decode], "here")),
     "inspect": lambda: inspect.main([store, "--png", run + "/lengths.png"]),
 }
@@ -101,7 +101,7 @@ def test_many_runs_leave_room_for_their_curves(tmp_path: Path) -> None:
     for title, panel in drawn.items():
         figure = new_figure("", panels.PANEL_INCHES, dpi=60, title_size=8)
         axes = figure.subplots()
-        panel.draw(axes, {})
+        panel.draw(axes)
         figure.canvas.draw()
         place = axes.get_position()
         assert min(place.width, place.height) > 0.55, (title, place)
