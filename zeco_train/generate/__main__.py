@@ -11,7 +11,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -125,7 +125,7 @@ def _generate(arguments: list[str], job: Job) -> int:
 
 
 def _share_prompts(
-    options: Options, generator: Generator, trained: Trained, mesh: ProcessMesh
+    options: argparse.Namespace, generator: Generator, trained: Trained, mesh: ProcessMesh
 ) -> tuple[list[str], list[Tensor]]:
 
     def read() -> tuple[list[str], list[Tensor]]:
@@ -140,7 +140,7 @@ def _share_prompts(
     return found[0], ids[0]
 
 
-def _facts(options: Options, trained: Trained, mesh: ProcessMesh, speed: Speed) -> dict[str, object]:
+def _facts(options: argparse.Namespace, trained: Trained, mesh: ProcessMesh, speed: Speed) -> dict[str, object]:
     return {
         "model": str(trained.path),
         "step": trained.step,
@@ -170,35 +170,20 @@ def _summary(completions: Sequence[Completion], speed: Speed) -> str:
     return f"{read}; texts: {tokens:,} tokens in {speed.decode_seconds:.2f} s, {rate:,.0f} tokens/s; {reasons}"
 
 
-@dataclass(frozen=True)
-class Options:
-    """Parsed command line; `prompts` are texts, or files not yet read."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line: the options, checked, and of them `sampling` and `limits`; prompts are texts, or files.
 
-    run: str
-    overrides: list[str]
-    prompts: list[str | Path]
-    control_strings: str
-    samples: int
-    sampling: Sampling
-    limits: Limits
-    stream: bool
-    json: Path | None
-    prefill_tokens: int
-    batch: int
-    cuda_graph: bool
-
-
-def parse(arguments: Sequence[str]) -> Options:
-    """Read the command line: `ConfigError` for an invalid argument, `SystemExit` after printing --help."""
+    Raises ConfigError for an invalid argument, SystemExit after printing --help.
+    """
     # `parse_args` would refuse KEY=VALUE behind an option.
     given = _parser().parse_intermixed_args(arguments)
     if given.greedy and (given.temperature is not None or given.top_k or given.top_p != 1.0):
         raise ConfigError("--greedy", "true", "takes the likeliest token; leave out --temperature, --top-k and --top-p")
     temperature = 1.0 if given.temperature is None else given.temperature
-    sampling = Sampling(0.0 if given.greedy else temperature, given.top_k, given.top_p, given.seed)
-    limits = Limits(given.max_tokens, tuple(given.stop), not given.ignore_eos)
-    sampling.validate()
-    limits.validate()
+    given.sampling = Sampling(0.0 if given.greedy else temperature, given.top_k, given.top_p, given.seed)
+    given.limits = Limits(given.max_tokens, tuple(given.stop), not given.ignore_eos)
+    given.sampling.validate()
+    given.limits.validate()
     for name in ("samples", "prefill_tokens", "batch"):
         if getattr(given, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", getattr(given, name), "must be ≥ 1")
@@ -216,9 +201,7 @@ def parse(arguments: Sequence[str]) -> Options:
         if is_setting and not is_of(key, *_SETTINGS):
             allowed = f"would be ignored; of train.py's settings these count here: {', '.join(_SETTINGS)}"
             raise ConfigError(key, value, allowed)
-    same = ("run", "overrides", "prompts", "control_strings", "samples", "stream", "json", "prefill_tokens", "batch")
-    values = {name: getattr(given, name) for name in (*same, "cuda_graph")}
-    return Options(sampling=sampling, limits=limits, **values)
+    return given
 
 
 def read_prompts(prompts: Sequence[str | Path]) -> list[str]:
