@@ -117,7 +117,7 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
                 time.sleep(0.2)
     except SignalException as error:
         lines, code = [f"{error.sigval.name}: the ranks of node {node} were told to stop"], SAVED
-    except (DistError, ValueError) as error:  # ValueError: what somebody else wrote is no JSON
+    except (DistError, ValueError) as error:  # ValueError: another program wrote something else than JSON
         problem, code = str(error).partition("\n")[0], FAILED
         lines = [f"node {node} has no connection to the first one at {host}:{port}: {problem}"]
     finally:

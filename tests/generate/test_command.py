@@ -210,13 +210,13 @@ def test_printer_keeps_prompt_order() -> None:
 
     out = io.StringIO()
     printer = Printer(3, 1, out)
-    printer.tell(1, 0, "two", False)
+    printer.emit(1, 0, "two", False)
     assert out.getvalue() == ""
-    printer.tell(0, 0, "o", False)
+    printer.emit(0, 0, "o", False)
     assert out.getvalue() == "== prompt 1\no"
-    printer.tell(0, 0, "ne", True)
+    printer.emit(0, 0, "ne", True)
     assert out.getvalue() == "== prompt 1\none\n== prompt 2\ntwo"
-    printer.tell(1, 0, "\n", True)
+    printer.emit(1, 0, "\n", True)
     rest = [Completion(0, 0, "one", [], "eos"), Completion(1, 0, "two\n", [], "eos"), Completion(2, 0, "3", [], "eos")]
     printer.finish(rest)
     assert out.getvalue() == "== prompt 1\none\n== prompt 2\ntwo\n== prompt 3\n3\n"

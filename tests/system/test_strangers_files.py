@@ -300,7 +300,7 @@ class _Terminal(io.StringIO):
 def test_generated_text_is_escaped_on_terminals_only(out: io.StringIO, expected: str) -> None:
     """Files and pipes get the text unchanged."""
     printer = Printer(1, 1, out)
-    printer.tell(0, 0, f"text\t{ESCAPE}\n", True)
+    printer.emit(0, 0, f"text\t{ESCAPE}\n", True)
     printer.finish([Completion(0, 0, f"text\t{ESCAPE}\n", [], "limit")])
     assert out.getvalue() == f"text\t{expected}\n"
 

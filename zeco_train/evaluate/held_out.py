@@ -127,7 +127,7 @@ def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluatio
             line += f"  {loss.mean / math.log(2):.4f} bits a byte"
         line += f"  ({loss.extent})"
         lines += [line, *(f"{'':>12}  {name}: loss {mean:.4f}" for name, mean in loss.by_store.items())]
-        lines.append(f"{'':>12}  {_spoken(loss.by_position)}")
+        lines.append(f"{'':>12}  {_format_by_position(loss.by_position)}")
     details = {
         "train_length": evaluation.train_len,
         "lengths": {
@@ -141,7 +141,7 @@ def _result(by_length: Mapping[int, tuple[ValidationLoss, list[str]]], evaluatio
     return TaskResult(metrics, lines, details, {POSITIONS_PLOT_FILE: figure})
 
 
-def _spoken(losses: PositionLosses) -> str:
+def _format_by_position(losses: PositionLosses) -> str:
     buckets = list(zip(pairwise(losses.edges), losses.losses, strict=True))
     buckets = [bucket for bucket in buckets if not math.isnan(bucket[1])] or buckets
     some = sorted({round(index * (len(buckets) - 1) / 5) for index in range(6)})

@@ -55,9 +55,9 @@ class Service:
         except Exception as error:
             if not self._at_work:
                 # Release the waiting ranks. An unexpected exception is not sent, but propagates and ends the job.
-                self._tell(_END, error if isinstance(error, ZecoError) else None)
+                self._broadcast(_END, error if isinstance(error, ZecoError) else None)
             raise
-        self._tell(_END, None)
+        self._broadcast(_END, None)
         return result
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -73,24 +73,24 @@ class Service:
         assert self._evaluation.mesh.is_main
         # Stays set if `_do` raises: the other ranks are then in `_do` as well, and do not wait for a message.
         self._at_work = True
-        self._tell(what, work)
+        self._broadcast(what, work)
         result = self._do(what, work)
         self._at_work = False
         return result
 
     def _serve(self) -> None:
         while True:
-            word: list[Any] = [None]
+            message: list[Any] = [None]
             self._evaluation.enter("waiting for rank 0's next requests")
-            dist.broadcast_object_list(word, src=0, group=self._group)
-            what, work = word[0]
+            dist.broadcast_object_list(message, src=0, group=self._group)
+            what, work = message[0]
             if what == _END:
                 if work is not None:
                     raise work
                 return
             self._do(what, work)
 
-    def _tell(self, what: str, work: Any) -> None:
+    def _broadcast(self, what: str, work: Any) -> None:
         dist.broadcast_object_list([(what, work)], src=0, group=self._group)
 
     def _do(self, what: str, work: Any) -> Any:

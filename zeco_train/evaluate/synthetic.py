@@ -156,7 +156,7 @@ class SyntheticTask:
                 metrics |= {f"{prefix}accuracy@{length_name(length)}": right for length, right in by_length.items()}
             what = "incoming states zeroed" if name else "as it is"
             lines.append(f"  {what}: {overall:.1%} of answers right (chance {chance:.2g}), loss {loss:.4f}")
-            lines += _spoken(self._depths, list(table), cells := self._cells(table))
+            lines += _format_table(self._depths, list(table), cells := self._cells(table))
             details[name or "whole"] = {
                 "accuracy": cells,
                 "loss": {str(length): self._by_depth(scores.losses) for length, scores in table.items()},
@@ -199,7 +199,9 @@ globals().update(
 )
 
 
-def _spoken(depths: Sequence[float | None], lengths: Sequence[int], cells: Sequence[Sequence[float]]) -> list[str]:
+def _format_table(
+    depths: Sequence[float | None], lengths: Sequence[int], cells: Sequence[Sequence[float]]
+) -> list[str]:
     head = f"    {'depth':>8}" + "".join(f"{length_name(length):>8}" for length in lengths)
     rows = [
         f"    {'random' if depth is None else format(depth, '.0%'):>8}" + "".join(f"{cell:>8.1%}" for cell in row)

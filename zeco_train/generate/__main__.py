@@ -112,7 +112,7 @@ def _generate(arguments: list[str], job: Job) -> int:
             options.limits,
             samples=options.samples,
             # The texts of other ranks are printed at the end, by `finish`.
-            on_text=printer.tell if mesh.is_main else None,
+            on_text=printer.emit if mesh.is_main else None,
         )
     exchange.drain()
     if mesh.is_main:

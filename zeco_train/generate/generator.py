@@ -28,7 +28,7 @@ from zeco_train.generate.text import StopTexts, TextStream
 from zeco_train.lifecycle.join import gather
 from zeco_train.ops.seam import Exchange
 
-_STEPS_BETWEEN_MEETINGS = 16
+_STEPS_BETWEEN = 16
 
 # Callback for each final piece of a text: (prompt, sample, piece, whether it is the last).
 OnText = Callable[[int, int, str, bool], None]
@@ -124,7 +124,7 @@ class _Request:
     samples: int
     on_text: OnText | None
 
-    def tell(self, row: _Row, piece: str) -> None:
+    def emit(self, row: _Row, piece: str) -> None:
         if self.on_text is not None and (piece or row.ended_by):
             self.on_text(*row.key, piece, bool(row.ended_by))
 
@@ -161,13 +161,13 @@ class Generator:
         self._model, self._tokenizer, self._mesh = model, tokenizer, mesh
         self._prefill = Prefill(model, mesh, exchange, prefill_tokens)
         self._batch, self._cuda_graph = batch, cuda_graph
-        self._meetings = _Meetings(mesh, stop)
+        self._ranks = _Synchronizer(mesh, stop)
         self.speed = Speed()
 
     @property
     def stopped_by(self) -> int:
         """The nonzero value of `stop` on some rank, else 0."""
-        return self._meetings.signal
+        return self._ranks.signal
 
     def encode(self, text: str, *, control: bool = False) -> Tensor:
         """The ids of a prompt, [T] int64, T ≥ 1; an empty prompt becomes the end-of-sequence id, as in training."""
@@ -207,8 +207,8 @@ class Generator:
         done: list[Completion] = []
         for group in self._groups(len(prompts), samples, self._mesh.dp_rank):
             done += self._run({number: prompts[number] for number in group}, request)
-        # A rank without work keeps meeting: the others would wait for it in their next all-reduce.
-        while not self._meetings.meet(in_batch=False, finished=True).all_finished:
+        # A rank without work goes on synchronizing: the others would wait for it in their next all-reduce.
+        while not self._ranks.synchronize(in_batch=False, finished=True).all_finished:
             pass
         everyone = gather(done, self._mesh.world_size)
         return sorted((c for part in everyone for c in part), key=lambda c: (c.prompt, c.sample))
@@ -245,7 +245,7 @@ class Generator:
         started = time.perf_counter()
         found = self._prefill.run(
             list(prompts.values()),
-            proceed=lambda: not self._meetings.meet(in_batch=True).signal,
+            proceed=lambda: not self._ranks.synchronize(in_batch=True).signal,
             capacity=max(map(len, prompts.values())) + request.limits.max_tokens,
         )
         if self._mesh.device.type == "cuda":
@@ -261,7 +261,7 @@ class Generator:
         done: list[Completion] = []
         started, at_once = time.perf_counter(), self._batch * self._mesh.sp_size
         for start in range(0, len(keys), at_once):
-            if self._meetings.signal:
+            if self._ranks.signal:
                 break
             own = keys[start : start + at_once][self._mesh.sp_rank :: self._mesh.sp_size]
             rows = [_Row(key, request.limits, self._tokenizer, prompts[key.prompt]) for key in own]
@@ -275,7 +275,7 @@ class Generator:
         self.speed.tokens += sum(len(completion.tokens) for completion in done)
         return done
 
-    # With equally many meetings on all ranks of the group; `rows` may be empty.
+    # Synchronizes equally often on all ranks of the group; `rows` may be empty.
     def _decode(self, rows: list[_Row], logits: Tensor, decoder: Decoder | None, request: _Request) -> None:
         seeds = [request.sampling.seed + row.key.sample for row in rows]
         sampler = Sampler(request.sampling, seeds, logits.device)
@@ -283,10 +283,10 @@ class Generator:
         batch, tokens = list(rows), torch.empty(0)
         for step in range(request.limits.max_tokens):
             active = [place for place, row in enumerate(batch) if not row.ended_by]
-            if step % self._meetings.steps_between == 0:
-                met = self._meetings.meet(in_batch=bool(active))
-                # Agreed by all ranks of the group, so all leave the loop after equally many meetings.
-                if met.signal or not met.batch_goes_on:
+            if step % self._ranks.steps_between == 0:
+                found = self._ranks.synchronize(in_batch=bool(active))
+                # Agreed by all ranks of the group, so all leave the loop after synchronizing equally often.
+                if found.signal or not found.batch_goes_on:
                     break
             if decoder is None or not active:
                 continue
@@ -303,10 +303,10 @@ class Generator:
                     if token < 0:
                         place = f"prompt {row.key.prompt + 1}, token {len(row.tokens) + 1} after it"
                         raise NonFiniteError(f"rank {self._mesh.rank}: {place}: the model's logits are NaN or infinite")
-                    request.tell(row, row.add(token))
+                    request.emit(row, row.add(token))
         for row in rows:
             if not row.ended_by:
-                request.tell(row, row.end("signal"))
+                request.emit(row, row.end("signal"))
 
 
 def _taken(states: list[Tensor], index: Tensor, *, is_last: bool) -> list[Tensor]:
@@ -319,7 +319,7 @@ def _taken(states: list[Tensor], index: Tensor, *, is_last: bool) -> list[Tensor
     return states
 
 
-class _Meeting(NamedTuple):
+class _Synchronized(NamedTuple):
     signal: int
     # Some rank of this SP group has unfinished texts in the batch.
     batch_goes_on: bool
@@ -327,16 +327,16 @@ class _Meeting(NamedTuple):
     all_finished: bool
 
 
-class _Meetings:
-    # Ranks progress at different speeds in between, but all meet regularly, so the wait is a few steps at most.
-    # `signal` is that of the last meeting.
+class _Synchronizer:
+    # Ranks progress at different speeds in between, but all synchronize regularly, so the wait is a few steps at most.
+    # `signal` is of the last time.
 
     def __init__(self, mesh: ProcessMesh, stop: Callable[[], int]) -> None:
         self._mesh, self._stop = mesh, stop
         self.signal = 0
-        self.steps_between = _STEPS_BETWEEN_MEETINGS if mesh.world_size > 1 else 1
+        self.steps_between = _STEPS_BETWEEN if mesh.world_size > 1 else 1
 
-    def meet(self, *, in_batch: bool, finished: bool = False) -> _Meeting:
+    def synchronize(self, *, in_batch: bool, finished: bool = False) -> _Synchronized:
         # Collective over all ranks, in prefill, decoding or finished.
         # Signal, work left, and by SP group whether its batch goes on: one all-reduce for all.
         flags = torch.zeros(2 + self._mesh.dp_size, dtype=torch.int64)
@@ -344,4 +344,4 @@ class _Meetings:
         if self._mesh.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         self.signal = int(flags[0])
-        return _Meeting(self.signal, bool(flags[2 + self._mesh.dp_rank]), not flags[1])
+        return _Synchronized(self.signal, bool(flags[2 + self._mesh.dp_rank]), not flags[1])

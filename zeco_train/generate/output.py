@@ -35,7 +35,7 @@ class Printer:
         self._last = "\n"
         self.is_closed = False
 
-    def tell(self, prompt: int, sample: int, piece: str, is_last: bool) -> None:
+    def emit(self, prompt: int, sample: int, piece: str, is_last: bool) -> None:
         number = prompt * self._samples + sample
         self._waiting.setdefault(number, []).append(piece)
         if is_last:

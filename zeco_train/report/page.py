@@ -116,7 +116,7 @@ def _overview(comparison: Comparison) -> str:
     layouts = [m.layout for m in comparison.measurements]
     if not layouts:
         return "No throughput of training steps."
-    said = "; ".join(
+    parts = "; ".join(
         f"{name} {', '.join(dict.fromkeys(values))}"
         for name, values in (
             ("backends", [layout.backend for layout in layouts]),
@@ -126,7 +126,7 @@ def _overview(comparison: Comparison) -> str:
     )
     best = max(comparison.measurements, key=lambda m: m.rate.median)
     return (
-        f"{len(layouts)} measurement{'s' if len(layouts) > 1 else ''}: {said}. Highest throughput: {best.name} "
+        f"{len(layouts)} measurement{'s' if len(layouts) > 1 else ''}: {parts}. Highest throughput: {best.name} "
         f"({best.layout.backend}, {length_name(best.layout.seq_len)} tokens), "
         f"{compact(best.rate.median)} tokens/s/device."
     )

@@ -111,12 +111,12 @@ def _throughput(measurements: Sequence[Measurement], where: str) -> list[Panel]:
         lambda m: m.layout.tokens_per_device if benchmark else m.layout.seq_len,
         lambda m: _ranks(m.layout.devices),
     )
-    spoken = _spoken((m, f"{rate.median:,.0f}") for m, rate in rates)
+    values = _format_values((m, f"{rate.median:,.0f}") for m, rate in rates)
     text, draw = "Tokens per second and device over", partial(_draw_lines, by_length, length, length_name, _RATE)
-    found = [Panel(f"Throughput by length ({where})", f"{text} {length}: {spoken}.", draw)]
+    found = [Panel(f"Throughput by length ({where})", f"{text} {length}: {values}.", draw)]
     if len({m.layout.devices for m in measurements}) > 1:
         draw = partial(_draw_lines, _by_devices(rates), "devices", str, _RATE)
-        found.append(Panel(f"Scaling ({where})", f"{text} the number of devices: {spoken}.", draw))
+        found.append(Panel(f"Scaling ({where})", f"{text} the number of devices: {values}.", draw))
     return found
 
 
@@ -128,7 +128,7 @@ def _ranks(devices: int) -> str:
     return f"{devices} device{'s' if devices > 1 else ''}"
 
 
-def _spoken(figures: Iterable[tuple[Measurement, str]]) -> str:
+def _format_values(figures: Iterable[tuple[Measurement, str]]) -> str:
     return "; ".join(f"{_label(m)} {figure}" for m, figure in islice(figures, 24))
 
 
@@ -205,12 +205,12 @@ def _costs(measurements: Sequence[Measurement], where: str) -> list[Panel]:
     for title, unit, value in columns:
         bars = [(m, amount) for m in measurements if (amount := value(m)) is not None]
         if bars:
-            spoken = _spoken((m, f"{amount:.3g}") for m, amount in bars)
+            values = _format_values((m, f"{amount:.3g}") for m, amount in bars)
             draw = partial(_draw_bars, bars, unit)
             if len(bars) > _MOST_BARS:
                 lines = _by_devices([(m, Spread(amount, amount, amount, 1)) for m, amount in bars])
                 draw = partial(_draw_lines, lines, "devices", str, unit)
-            found.append(Panel(f"{title} ({where})", f"{title}, {unit}: {spoken}.", draw))
+            found.append(Panel(f"{title} ({where})", f"{title}, {unit}: {values}.", draw))
     return found
 
 

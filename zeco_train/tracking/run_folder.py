@@ -97,7 +97,7 @@ class RunFolder:
         assert self._lock is not None
         with _system_errors(self.path):
             write_locked(self._lock, b"")
-            # Before all other files: without it the next start would take the folder for somebody else's.
+            # Before all other files: without it the next start would take the folder for another program's.
             if not (self.path / IDENTITY_FILE).exists():
                 write_durably(self.path / IDENTITY_FILE, json.dumps({"format": RUN_FORMAT, **self._identity}, indent=2))
             self._checkpoints, problem = take_checkpoints(self.path)
