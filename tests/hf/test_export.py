@@ -29,7 +29,7 @@ from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
 from zeco_train.hf.names import StoredModel
 from zeco_train.hf.parity import ParitySettings, check_states_are_passed, compare, line
 from zeco_train.hf.trained import find_trained, load_trained
-from zeco_train.hf.writer import write_weights
+from zeco_train.hf.weights import write_weights
 from zeco_train.lifecycle.join import Launch
 from zeco_train.training.checks import join_ranks
 from zeco_train.training.config import Dtype

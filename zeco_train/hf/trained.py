@@ -31,8 +31,7 @@ from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.config_json import model_fields
 from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
 from zeco_train.hf.tokenizer import tokenizer_info
-from zeco_train.hf.weights import load_weights
-from zeco_train.hf.writer import stored_dtype
+from zeco_train.hf.weights import load_weights, stored_dtype
 from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator import Target

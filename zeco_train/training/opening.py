@@ -22,7 +22,7 @@ from zeco_train.config.schema import Config, to_plain
 from zeco_train.distributed.mesh import Device, ProcessMesh, agree, gather, main_first
 from zeco_train.errors import DataError
 from zeco_train.hf.trained import check_continuation, other_tokenizer
-from zeco_train.hf.writer import stored_dtype
+from zeco_train.hf.weights import stored_dtype
 from zeco_train.lifecycle.logs import setup_logging
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import warn_of
