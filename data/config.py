@@ -31,11 +31,7 @@ class DataKind(Enum):
 
 
 class Shuffle(Enum):
-    """Granularity of the shuffle of each epoch.
-
-    `none`: stored order. `sequences`: documents are packed in stored order, sequences are shuffled. `documents`:
-    documents are packed in random order, and sequences are shuffled.
-    """
+    """Granularity of the shuffle of each epoch, see `DataConfig.shuffle`."""
 
     none = "none"
     sequences = "sequences"

@@ -48,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes = getattr(error, "__notes__", None) or getattr(error.__cause__, "__notes__", [])
         print("; ".join([error.line, *map(visible, notes)]), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt as interrupt:
+    except (KeyboardInterrupt, SystemExit) as interrupt:
         tokens = kept_tokens(out.resolve()) if out is not None else 0
         kept = f"{tokens:,} tokens are kept, the same command goes on from there"
         # The terminal may be closed.
         with suppress(OSError):
             print(f"interrupted: {kept if tokens else 'nothing was written'}", file=sys.stderr)
-        return 128 + (interrupt.number if isinstance(interrupt, _Terminated) else signal.SIGINT)
+        return int(interrupt.code or 0) if isinstance(interrupt, SystemExit) else 128 + signal.SIGINT
     _report(options, prepared)
     return 0
 
@@ -81,20 +81,12 @@ def _report(options: PrepareOptions, prepared: Prepared) -> None:
     print(f"{options.out}: {_counts(meta)} of {meta.dtype}{files}{shards}, vocabulary {meta.vocab_size}")
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, handled like Ctrl-C."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Terminated(number)
+        raise SystemExit(128 + number)
 
-    # nohup ignores SIGHUP.
+    # As Ctrl-C does, but nohup ignores SIGHUP.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import itertools
 import os
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -158,11 +157,13 @@ class _Preparation:
         job = Preparation(source, self._work.parts, options)
         start = saved = time.monotonic()
         parts = tokenize_units(job, self._units_left(), self.workers, state.first, self._made)
-        display = Display(source.total, source.amount, state.amount, state.writer.num_tokens)
-        with closing(parts), closing(display):
+        with closing(parts), closing(_display(source, state.amount)) as display:
             for part in parts:
                 is_full = self._take(writer, part)
-                display.advance(part.amount, writer.num_tokens)
+                rate = (writer.num_tokens - self.earlier_tokens) / max(time.monotonic() - start, 1e-9)
+                # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
+                display.set_postfix_str(f"{writer.num_tokens:,} tokens, {compact(rate)} tokens/s", refresh=False)
+                display.update(part.amount)
                 if is_full:  # do not save this state: a resumed run would read on
                     break
                 if time.monotonic() - saved >= options.save_seconds:
@@ -306,39 +307,22 @@ def _blocks(path: Path, size: int) -> Iterator[bytes]:
             yield block
 
 
-class Display:
-    """Shows progress on stderr: a bar on a terminal, else a plain line every 10 s.
-
-    `total` work is in units of `amount` ("bytes", "documents", "shards"); `done` and `tokens` are of earlier runs.
-    """
-
-    def __init__(self, total: float, amount: str, done: float = 0.0, tokens: int = 0) -> None:
-        self._first_tokens, self._start = tokens, time.monotonic()
-        self._last, self._is_terminal = self._start, sys.stderr.isatty()
-        unit = "B" if amount == "bytes" else f" {amount}"
-        line = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.1f}%), {remaining} left{postfix}"
-        self._bar: Any = tqdm(
-            total=total,
-            initial=done,
-            unit=unit,
-            unit_scale=True,
-            desc="prepare",
-            bar_format=None if self._is_terminal else line,
-            file=sys.stderr if self._is_terminal else io.StringIO(),
-            # Otherwise it would draw into memory all the time.
-            mininterval=0.1 if self._is_terminal else 3600.0,
-        )
+class _Lines(tqdm):
+    # Where stderr is no terminal.
+    @staticmethod
+    def status_printer(file: TextIO) -> Callable[[str], None]:
+        """Print each state as a line."""
+        return lambda text: print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        self._bar.close()
+        """Print no empty line."""
 
-    def advance(self, amount: float, tokens: int) -> None:
-        """Add `amount` to the work done; `tokens` is the total so far."""
-        now = time.monotonic()
-        rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
-        # `update` draws it at tqdm's own rate; a refresh here would draw for every part.
-        self._bar.set_postfix_str(f"{tokens:,} tokens, {compact(rate)} tokens/s", refresh=False)
-        self._bar.update(amount)
-        if not self._is_terminal and now - self._last >= _LINE_SECONDS:
-            self._last = now
-            print(self._bar, file=sys.stderr, flush=True)
+
+def _display(source: DocumentSource, done: float) -> tqdm:
+    # A bar, or a line every 10 s.
+    options: dict[str, Any] = {"total": source.total, "initial": done, "unit_scale": True, "desc": "prepare"}
+    options["unit"] = unit = "B" if source.amount == "bytes" else f" {source.amount}"
+    if sys.stderr.isatty():
+        return tqdm(**options)
+    line = f"{{desc}}: {{n_fmt}} of {{total_fmt}}{unit} ({{percentage:.1f}}%), {{remaining}} left{{postfix}}"
+    return _Lines(**options, bar_format=line, mininterval=_LINE_SECONDS, delay=_LINE_SECONDS)

@@ -111,7 +111,7 @@ def open_dataset(spec: DatasetSpec, text_field: str, unit_bytes: int = UNIT_BYTE
     announce_hub(spec.name)
     named = {key: getattr(spec, key) for key in ("data_dir", "data_files", "revision")}
     options: dict[str, Any] = {"name": spec.config, **named}
-    with _load_errors(spec):
+    with _errors(spec.name, is_loading=True):
         builder = library.load_dataset_builder(spec.name, **options)
         files = {str(split): files for split, files in (builder.config.data_files or {}).items()}
         if spec.data_files is None:
@@ -157,7 +157,7 @@ class RowSource:
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
         # Workers are spawned, so each must silence the library's logging itself.
         _library()
-        with _read_errors(self.name):
+        with _errors(self.name):
             for start in range(unit.start + first, unit.stop, ROWS_AT_ONCE):
                 table = self._rows[start : min(start + ROWS_AT_ONCE, unit.stop)]
                 yield from texts_of_column(table.column(0), f"{self.name}, row", start, self._text_field)
@@ -176,7 +176,7 @@ class StreamSource:
     def units(self) -> Iterator[Unit]:
         """Parts of shards: `start` is the shard's number, `stop` the part's."""
         for shard in range(int(self.total)):
-            with _read_errors(self.name):
+            with _errors(self.name):
                 parts = _cut(self, shard).num_shards
             for part in range(parts):
                 yield Unit((), shard, part, 1 / parts, f"{self.manifest_sha256} {shard} {part}")
@@ -184,7 +184,7 @@ class StreamSource:
     def read(self, unit: Unit, first: int) -> Iterator[Document]:
         _library()
         row, place = 0, f"{self.name}, shard {unit.start} part {unit.stop}, row"
-        with _read_errors(self.name):
+        with _errors(self.name):
             parts = _cut(self, unit.start)
             stream = parts.shard(parts.num_shards, unit.stop).with_format("arrow")
             # A stream has no random access: rows before `first` are read and sliced off (`slice` clamps its offset).
@@ -203,7 +203,7 @@ def _cut(source: StreamSource, shard: int) -> Any:
 
 def _open_saved(library: Any, spec: DatasetSpec, text_field: str, unit_bytes: int) -> RowSource:
     # A folder of `save_to_disk`; read in place, so streaming makes no difference.
-    with _load_errors(spec):
+    with _errors(spec.name, is_loading=True):
         rows = library.load_from_disk(spec.name)
     if isinstance(rows, library.DatasetDict):
         if spec.split not in rows:
@@ -240,33 +240,21 @@ def _library() -> Any:
 
 
 @contextmanager
-def _load_errors(spec: DatasetSpec) -> Iterator[None]:
+def _errors(name: str, *, is_loading: bool = False) -> Iterator[None]:
     try:
         yield
     except DataError:
         raise
     except Exception as error:  # the library, its file systems and its readers raise almost anything
+        # The root cause in one line; the library's outer errors rarely repeat it.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        reason = reason if len(reason) <= 240 else f"{reason[:240]}…"
+        if not is_loading:
+            raise DataError(name, f"cannot be read ({reason})") from error
+        remedy = "check the name, --config, --split, --data-dir and --data-files"
         if isinstance(error, ConnectionError | TimeoutError) or "offline" in str(error).lower():
             remedy = "check the name and the network (HF_TOKEN for gated data sets), or give a local folder"
-        else:
-            remedy = "check the name, --config, --split, --data-dir and --data-files"
-        raise DataError(spec.name, f"cannot be loaded ({_reason(error)})", remedy) from error
-
-
-@contextmanager
-def _read_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # see above
-        raise DataError(name, f"cannot be read ({_reason(error)})") from error
-
-
-def _reason(error: BaseException) -> str:
-    # The root cause in one line; the library's outer errors rarely repeat it.
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = " ".join(str(cause).split()) or type(cause).__name__
-    return text if len(text) <= 240 else text[:240] + "…"
+        raise DataError(name, f"cannot be loaded ({reason})", remedy) from error
