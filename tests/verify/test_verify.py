@@ -101,11 +101,13 @@ def test_every_backend_on_every_split_passes(world_size: int, dtypes: str) -> No
 def test_every_method_passes_with_documents_and_windows() -> None:
     table = passing(2, *SMALL, "operator=softmax", "sp_sizes=[2]", "heads=4", "tokens=[24]", "dtypes=[fp64]")
     assert len(rows_of(table, "one device, in halves")) == 2, "without a window, where queries are paired"
-    layouts = ["one document", "one document, window 36", "documents", "documents, window 36"]
+    layouts = ["", ", window 36", ", documents over ranks", ", documents over ranks, window 36"]
     for name in ("one device", "one device, in shards", *METHODS):
         rows = rows_of(table, name)
         assert all(row.endswith(" ok") for row in rows), name
-        assert [layout for layout in layouts if any(f"softmax, {layout}  " in row for row in rows)] == layouts, name
+        assert [layout for layout in layouts if any(f"softmax B1 H4/2{layout}  " in row for row in rows)] == layouts, (
+            name
+        )
         assert len(rows) == 4
     assert not rows_of(table, "lasp2")
 
@@ -122,7 +124,7 @@ def test_plain_run_includes_softmax_with_the_fewest_tokens_and_writes_its_result
     assert row.endswith("skipped: needs ranks that divide the 3 heads of queries, not 2")
     results = json.loads(out.read_text())
     assert results["machine"]["ranks"] == "2"
-    of_documents = {row["backend"]: row for row in results["rows"] if row["layout"] == "documents"}
+    of_documents = {row["backend"]: row for row in results["rows"] if row["layout"].endswith("documents over ranks")}
     assert of_documents["lasp2"]["ok"]
     assert set(of_documents["lasp2"]["ranks"][1]) == {"o", "dq", "dk", "dv", "dg", "R", "D_in"}
     assert [row["skipped"] for row in results["rows"] if row["backend"] == "zeco:chain:symmetric"][0]  # noqa: RUF015

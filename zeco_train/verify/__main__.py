@@ -26,7 +26,7 @@ from zeco_train.distributed.mesh import find_device
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.lifecycle.join import Launch
 from zeco_train.ops.operator import Target
-from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import check_kernels, warn_of
 from zeco_train.ops.softmax.attention import kernel_name
@@ -95,8 +95,7 @@ def _verify(arguments: list[str], job: Job) -> int:
         versions = f"torch {machine['packages']['torch']}, python {machine['python']}"
         if device.type == "cuda":
             versions += f", softmax attention in bf16 by {kernel_name(Target.of(device), is_served=True)}"
-        of = "" if config.operator in (None, DEFAULT) else f", operator {config.operator}"
-        print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}{of}\n", flush=True)
+        print(f"ranks {launch.world_size}, device {machine['device_name']}, {versions}\n", flush=True)
     rows: list[VerifyRow] = []
     shown = started
     for row in verification.rows():

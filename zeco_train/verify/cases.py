@@ -214,8 +214,7 @@ class Verification:
             sequence = huge_sequence(self._config, DTYPES[dtype], f"{self._config.seed} huge {self._launch.rank}")
             self._enter(f"{dtype}, {sequence.tokens} tokens of {sequence.heads} heads")
             found = self._gather(huge_deviations(sequence, self._device))
-            layout = f"{sequence.heads} heads, carry"
-            yield VerifyRow(dtype, sequence.tokens, 1, layout, "one device", found, LIMITS[dtype])
+            yield VerifyRow(dtype, sequence.tokens, 1, sequence.layout, "one device", found, LIMITS[dtype])
             self._free()
 
 

@@ -82,7 +82,7 @@ class VerifyConfig:
         seed: of all inputs on the launched ranks.
         device: auto takes CUDA devices if there are any.
         timeout: seconds that a rank waits for another, including the others' float64 reference.
-        table: show each comparison, with the error of each tensor, in a table 220 columns wide; else those that failed.
+        table: show each comparison, with the error of each tensor, in a table 240 columns wide; else those that failed.
         out: a JSON file for the results.
     """
 

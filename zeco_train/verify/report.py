@@ -167,7 +167,7 @@ def _norms(name: str, x: Tensor, other: Tensor | None = None) -> Tensor:
 _COLUMNS = {
     "dtype": ("dtype", "<6"),
     "tokens": ("tokens", "<13"),
-    "layout": ("sequence", "<36"),
+    "layout": ("sequence", "<55"),
     "backend": ("backend", "<23"),
     **{tensor: (tensor, ">10:.1e") for tensor in TENSORS},
     "ratio": ("ratio", ">7:.2f"),

@@ -163,7 +163,7 @@ class TeamCase:
         with meter:
             found = compare_calls(team, wholes, _calls(self, wholes, exchange, team.rank))
         exchange.drain()
-        row = VerifyRow("fp64", whole.tokens, whole.ranks, describe(whole), self.over, found, LIMITS["fp64"])
+        row = VerifyRow("fp64", whole.tokens, whole.ranks, whole.layout, self.over, found, LIMITS["fp64"])
         return replace(row, on_own_ranks=True, uses=uses)
 
 
@@ -293,22 +293,6 @@ def attention_cases() -> list[TeamCase]:
     # More queries than the block that PyTorch's kernel is given at once.
     long = Whole("long", SOFTMAX, ranks=2, tokens=600, heads=2, groups=1, key_dim=5, value_dim=5)
     return [*cases, *(TeamCase(long, method) for method in METHODS)]
-
-
-def describe(whole: Whole) -> str:
-    """The operator and its sequence, for the table."""
-    if whole.operator == SOFTMAX:
-        widths = f"H{whole.heads}/{whole.groups}"
-    elif OPERATORS[whole.operator].state_is_halo:
-        widths = f"w{whole.width} C{whole.value_dim}"
-    else:
-        _, heads, key_dim, value_dim = whole.state_shape
-        widths = f"H{heads}{f'/{whole.groups}' if whole.groups < heads else ''} K{key_dim} V{value_dim}"
-    words = [f"{whole.operator} B{whole.batch} {widths}"]
-    words += [f"documents {whole.documents}"] if whole.documents else []
-    words += [f"window {whole.window}"] if whole.window else []
-    words += ["carry"] * whole.carry + [f"{whole.segments} segments"] * (whole.segments > 1)
-    return ", ".join(words)
 
 
 # --- the runner ---

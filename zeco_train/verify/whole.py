@@ -40,7 +40,7 @@ DOCUMENTS: dict[str, Callable[[int, int], set[int]]] = {
 }
 # Of launched ranks: one straddles up to three ranks, and from the fourth rank on documents also start at its first
 # token.
-LAUNCHED_DOCUMENTS = "of launched ranks"
+LAUNCHED_DOCUMENTS = "over ranks"
 _STARTS = DOCUMENTS | {
     LAUNCHED_DOCUMENTS: lambda t, pieces: (
         {3, t // 3, t // 2, min(2, pieces - 1) * t + t // 4}
@@ -131,11 +131,19 @@ class Whole:
 
     @property
     def layout(self) -> str:
-        """Of a sequence of launched ranks, for the table."""
-        kind = "documents" if self.documents else "one document"
+        """The operator and its sequence, for the table."""
         if self.operator == SOFTMAX:
-            return f"{SOFTMAX}, {kind}" + ("" if self.window is None else f", window {self.window}")
-        return f"{kind}, carry" if self.carry else kind
+            widths = f"H{self.heads}/{self.groups}"
+        elif OPERATORS[self.operator].state_is_halo:
+            widths = f"w{self.width} C{self.value_dim}"
+        else:
+            _, heads, key_dim, value_dim = self.state_shape
+            widths = f"H{heads}{f'/{self.groups}' if self.groups < heads else ''} K{key_dim} V{value_dim}"
+        words = [f"{self.operator} B{self.batch} {widths}"]
+        words += [f"documents {self.documents}"] if self.documents else []
+        words += [f"window {self.window}"] if self.window else []
+        words += ["carry"] * self.carry + [f"{self.segments} segments"] * (self.segments > 1)
+        return ", ".join(words)
 
     @cached_property
     def tensors(self) -> Results:
