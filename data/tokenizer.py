@@ -162,7 +162,10 @@ class HuggingFaceTokenizer:
                 self._loaded = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
             self._backend = _backend(self._loaded, name)
             vocabulary: dict[str, int] = (self._loaded if self._backend is None else self._backend).get_vocab()
-            special = self._special(vocabulary)
+            added = [*self._loaded.added_tokens_decoder.values()]
+            if self._backend is not None:
+                added += self._backend.get_added_tokens_decoder().values()
+            special = {str(token) for token in added if token.special} & vocabulary.keys()
         self._name_tokens(name, vocabulary, special, eos)
         eos = self._loaded.eos_token
         self.eos_id = vocabulary[eos]
@@ -195,12 +198,6 @@ class HuggingFaceTokenizer:
             problem = "no end-of-sequence token" if own is None else f"an end-of-sequence token without an id, {own!r}"
             remedy = "set eos_token in its tokenizer_config.json, or give data.prepare --eos TOKEN: every document ends"
             raise DataError(name, f"the tokenizer has {problem}", f"{remedy} with it; its control tokens: {some}")
-
-    def _special(self, vocabulary: Mapping[str, int]) -> set[str]:
-        added = [*self._loaded.added_tokens_decoder.values()]
-        if self._backend is not None:
-            added += self._backend.get_added_tokens_decoder().values()
-        return {str(token) for token in added if token.special} & vocabulary.keys()
 
     def encode(self, texts: Sequence[str], *, control: bool = False) -> list[NDArray[np.integer]]:
         """The ids of each text, [tokens] int64."""

@@ -150,7 +150,10 @@ class Sweep:
 
     def _start(self, case: Case, before: str, previous: list[str]) -> tuple[str, bool]:
         # Returns the case's state for the table, and whether that succeeded. `previous`: earlier job ids.
-        command = self._local(case) if self.options.local else self._submission(case, previous)
+        command = self._submission(case, previous)
+        if self.options.local:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+            command += [str(ROOT / "train.py"), *case.overrides]
         if self.options.dry_run:
             print(shlex.join(command))
             if not self.options.local:
@@ -183,10 +186,6 @@ class Sweep:
             command.append(f"--dependency=afterany:{previous[-self.options.at_once]}")
         command.append(f"--export=ALL,RANKS_PER_NODE={case.ranks}")
         return [*command, *shlex.split(self.options.sbatch), str(SCRIPT), "--", *case.overrides]
-
-    def _local(self, case: Case) -> list[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
-        return [*launcher, str(ROOT / "train.py"), *case.overrides]
 
 
 def _check_grid(options: argparse.Namespace) -> None:

@@ -28,7 +28,8 @@ class Key(NamedTuple):
     @property
     def brief(self) -> str:
         """The line of an overview: the meaning up to its first period or semicolon."""
-        before = f"  {self.name}={_shortened(as_override(self.value))}"
+        value = as_override(self.value)
+        before = f"  {self.name}={value if len(value) <= _BEFORE else f'{value[:_BEFORE]}…'}"
         return f"{before:<{_BEFORE}}  {first_clause(self.meaning)}".rstrip()
 
     @property
@@ -101,7 +102,3 @@ def describe_groups(groups: Mapping[str, Collection[str]]) -> str:
     """Configuration groups and their options."""
     wrap = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
     return "\n".join(wrap.fill(f"  {name}={' | '.join(options)}") for name, options in groups.items())
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= _BEFORE else f"{value[:_BEFORE]}…"

@@ -156,7 +156,9 @@ class SyntheticTask:
                 metrics |= {f"{prefix}accuracy@{length_name(length)}": right for length, right in by_length.items()}
             what = "incoming states zeroed" if name else "as it is"
             lines.append(f"  {what}: {overall:.1%} of answers right (chance {chance:.2g}), loss {loss:.4f}")
-            lines += _format_table(self._depths, list(table), cells := self._cells(table))
+            columns = [self._by_depth(scores.right.double().mean(1)) for scores in table.values()]
+            cells = [list(row) for row in zip(*columns, strict=True)]
+            lines += _format_table(self._depths, list(table), cells)
             details[name or "whole"] = {
                 "accuracy": cells,
                 "loss": {str(length): self._by_depth(scores.losses) for length, scores in table.items()},
@@ -181,10 +183,6 @@ class SyntheticTask:
             "segments": {str(length): self._cut(length, evaluation).segments for length in self._lengths},
         }
         return TaskResult(metrics, lines, {**facts, **details}, figures)
-
-    def _cells(self, table: Table) -> list[list[float]]:
-        columns = [self._by_depth(scores.right.double().mean(1)) for scores in table.values()]
-        return [list(row) for row in zip(*columns, strict=True)]
 
     def _by_depth(self, values: torch.Tensor) -> list[float]:
         return values.view(len(self._depths), -1).mean(1).tolist()

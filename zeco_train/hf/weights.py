@@ -157,7 +157,10 @@ def write_weights(
     """
     spec, wide = spec_of(written.model), accumulation_dtype(dtype)
     parts = list(_parts(written.written(), spec.parameter_shapes, dtype.itemsize, file_bytes))
-    names = _file_names(len(parts))
+    names = [WEIGHTS_FILE]
+    if (count := len(parts)) > 1:
+        stem = WEIGHTS_FILE.removesuffix(".safetensors")
+        names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     table: dict[str, str] = {}
     total = 0
     for file, part in zip(names, parts, strict=True):
@@ -197,13 +200,6 @@ def _parts(
         part.append(one)
         filled += size
     yield part
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [WEIGHTS_FILE]
-    stem = WEIGHTS_FILE.removesuffix(".safetensors")
-    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _check_file(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from error
     level = [value]
     for _ in range(DEEPEST):
-        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
+        values = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [part for each in values for part in each]
     if level:
         raise ValueError(f"nested deeper than {DEEPEST} levels")
     return value
@@ -80,10 +80,6 @@ def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
-
-
-def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _check_regular(status: os.stat_result, path: str | Path) -> None:

@@ -163,10 +163,6 @@ def _mixers_in_segments() -> list[str]:
     return [*found.values()]
 
 
-def _is_possible(cell: Cell) -> bool:
-    return not (cell["is_hybrid"] and cell["segments"] > 1)
-
-
 def step_cases() -> list[StepCase]:
     """All cases: mixers in segments, then pairs with the other mixers; and one with masked tokens."""
     turns = {axis: itertools.cycle(values) for axis, values in AXES.items()}
@@ -185,7 +181,7 @@ def step_cases() -> list[StepCase]:
     windows, shardings = itertools.cycle(_WINDOWS), itertools.cycle(_SHARDINGS)
     optimizers = itertools.cycle((*OPTIMIZERS, *OPTIMIZERS, "adamw"))
     cases = []
-    for cell in (*given, *cover_pairs(AXES, _is_possible, given)):
+    for cell in (*given, *cover_pairs(AXES, lambda cell: not (cell["is_hybrid"] and cell["segments"] > 1), given)):
         strategy, shard_size = next(shardings)
         if cell.pop("is_hybrid"):
             cell |= {"attention": next(methods), "window": next(windows)}
