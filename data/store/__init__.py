@@ -15,15 +15,14 @@ Version 1 had one tokens.bin and is read as a store of one shard.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import queue
 import re
 import threading
 import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -53,11 +52,6 @@ _OTHER_NAMES = frozenset({OFFSETS_FILE, META_FILE, VALIDATION_FOLDER, TOKENIZER_
 _OFFSETS_BLOCK = 1 << 20
 # Bytes read and hashed at a time.
 _PART_BYTES = 1 << 22
-# A place for each shard that stays open, of all stores of this process; further ones are opened for each read. A
-# finalizer, which interrupts other code, may use a queue of this kind, but no lock.
-_places: queue.SimpleQueue[None] = queue.SimpleQueue()
-for _ in range(OPEN_SHARDS):
-    _places.put(None)
 
 Version = tuple[int, int, int]
 
@@ -133,9 +127,6 @@ class TokenStore:
         self._dtype = token_dtype(meta.vocab_size)
         self.itemsize = self._dtype.itemsize
         self._shard_stops = np.cumsum([shard.num_tokens for shard in meta.shards], dtype=np.int64)
-        self._descriptors: dict[int, int] = {}
-        # It holds the dictionary; a reference to `self` would keep the store alive forever.
-        self._close = weakref.finalize(self, _close_all, self._descriptors)
         self._lock = threading.Lock()
         self.bytes_requested = 0
 
@@ -205,22 +196,21 @@ class TokenStore:
         return self.path / self.meta.shards[index].name
 
     def close(self) -> None:
-        """Close the shards; further reads open them again."""
-        with self._lock:
-            _close_all(self._descriptors)
+        """Close the shards, and those of other stores; further reads open them again."""
+        _opened.cache_clear()
 
     def _read_shard(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> None:
         view = tokens.view(np.uint8).data
         offset, done, problem, remedy = first * self.itemsize, 0, "", "leave a store alone while a run uses it"
         try:
-            with self._shard(index) as descriptor:
-                while done < len(view):  # one call gives at most 2 GiB, and may give less
-                    count = os.preadv(descriptor, [view[done:]], offset + done)
-                    if count == 0:
-                        break
-                    done += count
-                # After the read, to detect changes during it.
-                now = os.fstat(descriptor)
+            shard = _opened(self.shard_path(index), self.versions[index])
+            while done < len(view):  # one call gives at most 2 GiB, and may give less
+                count = os.preadv(shard.descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+            # After the read, to detect changes during it.
+            now = os.fstat(shard.descriptor)
             if done < len(view):
                 problem = f"has become shorter since it was opened: nothing at byte {offset + done}"
             # This descriptor can still read a removed file, but no other process can open it.
@@ -238,21 +228,18 @@ class TokenStore:
         start = first * self.itemsize
         return f"{self.shard_path(index)}, bytes {start} to {start + tokens.nbytes}"
 
-    @contextlib.contextmanager
-    def _shard(self, index: int) -> Iterator[int]:
-        with self._lock:
-            descriptor = self._descriptors.get(index)
-            if descriptor is None and _take_place():
-                try:
-                    descriptor = self._descriptors[index] = os.open(self.shard_path(index), os.O_RDONLY)
-                except OSError:
-                    _places.put(None)
-                    raise
-        if descriptor is not None:
-            yield descriptor
-            return
-        with self.shard_path(index).open("rb", buffering=0) as file:
-            yield file.fileno()
+
+class _OpenShard:
+    # Closed once it is neither cached nor read.
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+# Those read last, of all stores of this process.
+@lru_cache(maxsize=OPEN_SHARDS)
+def _opened(path: Path, version: Version) -> _OpenShard:
+    return _OpenShard(path)
 
 
 def is_store(folder: Path) -> bool:
@@ -271,20 +258,6 @@ def check_replaceable(out: Path) -> None:
     if out.is_symlink() or not is_store(out):
         problem = "exists and is a link" if out.is_symlink() else "exists and is not a token store"
         raise DataError(out, problem, "choose another folder; nothing was changed")
-
-
-def _take_place() -> bool:
-    try:
-        _places.get_nowait()
-    except queue.Empty:
-        return False
-    return True
-
-
-def _close_all(descriptors: dict[int, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
-        _places.put(None)
 
 
 def read_meta(folder: Path) -> StoreMeta:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-import queue
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +58,8 @@ def test_reads_cross_shard_borders(tmp_path: Path, shard_tokens: int) -> None:
 
 
 def test_number_of_open_shards_of_all_stores_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_places", places := queue.SimpleQueue())
-    for _ in range(3):
-        places.put(None)
+    opened_last = lru_cache(maxsize=3)(store_module._opened.__wrapped__)
+    monkeypatch.setattr(store_module, "_opened", opened_last)
     stores = [TokenStore.open(write(tmp_path / name, 5)) for name in ("a", "b")]
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts descriptors
     for opened in [*stores, *stores]:
@@ -69,7 +68,6 @@ def test_number_of_open_shards_of_all_stores_is_limited(tmp_path: Path, monkeypa
     for opened in stores:
         opened.close()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-    assert places.qsize() == 3
 
 
 @pytest.mark.parametrize("shard_tokens", [6, 50])
