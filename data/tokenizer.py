@@ -342,7 +342,7 @@ def load_tokenizer(name: str, download: bool = False, eos: str | None = None) ->
         raise DataError(f"tokenizer {shown(name)!r}", problem)
     if Path(name).exists():
         return HuggingFaceTokenizer(name, eos=eos)
-    remedy = "give the folder or file of a tokenizer on this machine, 'bytes', or a name that the hub knows"
+    remedy = "give the folder or file of a tokenizer on this machine, 'bytes', or a name on the hub"
     # What can only be a path on this machine is looked up nowhere else.
     is_path = name.endswith(".json") or (os.sep in name and Path(name).parent.is_dir())
     if is_path or not _HUB_NAME.fullmatch(name):

@@ -30,7 +30,7 @@ from zeco_train.system.command import errors_in_a_line
 from zeco_train.system.environment import address_on, free_gb, installation, product_rates, query_gpus
 
 # Kind, name, value. `error` (the node must not be used) and `warning` have their text as name; `same` values must, and
-# `alike` ones should, be those of most nodes. The last record of a node is its `end`.
+# `alike` ones should, equal most nodes' values. The last record of a node is its `end`.
 Record = tuple[str, str, object]
 # Values by kind and name.
 Report = defaultdict[str, dict[str, str]]

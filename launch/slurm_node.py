@@ -73,7 +73,7 @@ def _file(folder: Path, rank: int, kind: str) -> Path:
 
 def _listen(address: str, port: int) -> TCPStore:
     # TCPStore has no listen address, but takes a socket that listens already. As long as this store is kept, others of
-    # this process with its port share its server, as that of the rendezvous.
+    # this process with its port share its server, as the rendezvous' server.
     try:
         handle = socket.create_server((address, port)).detach()
     except OSError as error:
@@ -85,7 +85,7 @@ def _launch(nodes: int, ranks: int, output: Path, command: list[str], address: s
     node = int(os.environ["SLURM_PROCID"])
     # Slurm sends it to every process of a step; ranks inherit this setting, and install their own handlers.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # torchrun's own log, and that of its C++ code, goes to a file; errors to the job's output.
+    # torchrun's own log, and its C++ code's, goes to a file; errors to the job's output.
     console = os.dup(2)
     with (output / f"node_{node:04d}.log").open("ab") as log:
         os.dup2(log.fileno(), 2)

@@ -107,7 +107,7 @@ def open_held_out(
         documents = _open(paths.validation, paths, config, vocab_size, found)
         if tokenizer and not same_tokenizer(_tokenizer(documents.store), (tokenizer, folders)):
             own, expected = comparable(documents.store.meta.tokenizer), comparable(dict(tokenizer))
-            problem = f"its tokenizer is {own}, that of the model is {expected}"
+            problem = f"its tokenizer is {own}, the model's is {expected}"
             raise DataError(paths.validation, problem, "prepare it with the model's tokenizer")
         _check_filter(documents)
         found.append(Source(documents, weight=weight, name=paths.name))
@@ -183,7 +183,7 @@ def _check_same_ids(store: TokenStore, first: TokenStore) -> None:
     for what in ("tokenizer", "vocab_size", "eos_id"):
         own, expected = (comparable(getattr(one.meta, what)) for one in (store, first))
         if own != expected and not (what == "tokenizer" and same_tokenizer(_tokenizer(store), _tokenizer(first))):
-            problem = f"its {what} is {own}, that of {first.path} is {expected}"
+            problem = f"its {what} is {own}, {first.path}'s is {expected}"
             raise DataError(store.path, problem, "prepare both with the same tokenizer")
 
 

@@ -256,7 +256,7 @@ def _started(job: Preparation, workers: int) -> Iterator[list[Connection]]:
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    # Those that a terminal sends to all processes; the ones started here inherit that.
+    # Signals that a terminal sends to all processes; children inherit the setting.
     of_terminals = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, of_terminals)
     try:

@@ -196,7 +196,7 @@ class TokenStore:
         return self.path / self.meta.shards[index].name
 
     def close(self) -> None:
-        """Close the shards, and those of other stores; further reads open them again."""
+        """Close the shards of all stores; further reads open them again."""
         _opened.cache_clear()
 
     def _read_shard(self, index: int, first: int, tokens: NDArray[np.unsignedinteger]) -> None:

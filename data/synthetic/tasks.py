@@ -176,7 +176,7 @@ class Texts(ExampleMaker):
         script = self._script(_Longest("", 0, 0))
         pieces = (*script.told, *script.beside, *script.ending, max(SENTENCES, key=len))
         self.shortest = sum(len(text) + 1 for text in pieces)
-        self.content = f"what {config.task.value} tells and asks"
+        self.content = f"what {config.task.value} states and asks"
 
     def example(self, length: int, draws: Draws, depth: float | None = None) -> Example:
         script = self._script(draws)

@@ -94,7 +94,7 @@ def _format(
         model_type, architecture, mixer, names: see `ModelFormat`.
         values: the keys, with fla's defaults.
         only: keys of which one value is supported, with what others mean.
-        written: those of `only` that an export writes.
+        written: keys of `only` that an export writes.
         optional: keys that may be null, which is their default, with the types of other values.
         read: (config.json, fields of `values`) → the other fields.
         write: configuration → the other keys.

@@ -17,7 +17,7 @@ from models.formats.format import Keys, ModelFormat, Names, Rows, is_number, not
 from models.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 
 _LINEAR, _SOFTMAX = "linear_attention", "full_attention"
-# Axes of the positions of pictures; those of text are equal.
+# Axes of the positions of pictures; in text all axes are equal.
 _OF_PICTURES = ("mrope_section", "mrope_interleaved")
 # Keys by which older files say what `rope_parameters` does; accepted if both places agree.
 _ELSEWHERE = ("rope_theta", "rope_scaling", "partial_rotary_factor")

@@ -119,5 +119,5 @@ def test_generation_refuses_unmasked_models() -> None:
 
 
 def test_export_refuses_unmasked_models() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.causal=false: fla's GLA knows true only"):
+    with pytest.raises(ConfigError, match=r"^model\.causal=false: fla's GLA has true only"):
         to_config_json(GLAConfig(causal=False), ByteTokenizer(), 0, 16, "float32")

@@ -180,7 +180,7 @@ def test_invalid_arguments_are_reported_and_leave_no_files(run: Path, tmp_path: 
         ([run, "--out", full], 2, "is not empty; name a new folder"),
         ([run, "--out", full / "file"], 2, f"cannot be written ({full / 'file'} is a file); name a folder with --out"),
         ([run, "--out", full / "file" / "out"], 2, f"({full / 'file'} is a file); name a folder with --out"),
-        ([run, f"data.path={other}", f"data.validation_path={other}"], 3, "that of the model is {'kind': 'bytes'}"),
+        ([run, f"data.path={other}", f"data.validation_path={other}"], 3, "the model's is {'kind': 'bytes'}"),
         ([run, f"data.path={other}"], 2, "holds nothing out"),
         ([run, f"data.path={tmp_path / 'gone'}"], 2, f"there is no {tmp_path / 'gone'}; name a store with"),
         ([run, "--frobnicate"], 2, "--help lists all"),

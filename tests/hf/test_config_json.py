@@ -277,16 +277,16 @@ def test_no_layers_are_no_hybrid() -> None:
     assert from_config_json({**record, "attn": {"layers": [], "num_heads": 4}}, HERE).model == plain
     assert dataclasses.replace(plain, attn=AttnConfig(gate=True)).canonical() == plain
     assert _softmax(plain) == {}
-    assert "state of one size: it knows no longest sequence" in _memory(plain)
+    assert "state of one size: no sequence is too long for it" in _memory(plain)
 
 
 OLMO, QWEN = "olmo_hybrid", "qwen3_5_text"
 # A model, the class that is asked for, and the beginning of the line.
 NOT_EXPORTED: list[tuple[LanguageModelConfig, str | None, str]] = [
-    (GLAConfig(gate_logit_normalizer=8), None, "gate_logit_normalizer=8: fla's GLA knows 16 only"),
+    (GLAConfig(gate_logit_normalizer=8), None, "gate_logit_normalizer=8: fla's GLA has 16 only"),
     (RetNetConfig(hidden_size=1024, num_heads=2), None, "head_k_dim=512: fla's RetNet takes at most 256"),
-    (Mamba2Config(intermediate_size=16), None, "intermediate_size=16: transformers' Mamba2 knows 0 only"),
-    (Mamba2Config(attn=AttnConfig(every=2, num_heads=4)), None, "attn.layers=[1, 3]: transformers' Mamba2 knows null"),
+    (Mamba2Config(intermediate_size=16), None, "intermediate_size=16: transformers' Mamba2 has 0 only"),
+    (Mamba2Config(attn=AttnConfig(every=2, num_heads=4)), None, "attn.layers=[1, 3]: transformers' Mamba2 has null"),
     *(
         (GLAConfig(attn=AttnConfig(every=2, **change)), None, f"attn.{line}: ")
         for change, line in [

@@ -158,7 +158,7 @@ def test_transformers_that_would_generate_without_states_is_refused(monkeypatch:
     check_states_are_passed(Old())
     monkeypatch.setattr(transformers.GenerationMixin, "prepare_inputs_for_generation", asked)
     check_states_are_passed(New())
-    with pytest.raises(ConfigError, match=r"as `cache`, which Old does not know: install transformers<5\.24"):
+    with pytest.raises(ConfigError, match=r"as `cache`, which Old does not take: install transformers<5\.24"):
         check_states_are_passed(Old())
 
 

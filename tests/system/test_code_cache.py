@@ -111,7 +111,7 @@ def test_unusable_folder_paths_are_refused(tmp_path: Path) -> None:
         "loop": "cannot be made",
         "nowhere": "cannot be made",
         "x" * 300: "cannot be made",
-        "open/cache": "anybody may put another folder in its place",
+        "open/cache": "others may replace it",
     }
     for name, problem in lines.items():
         with pytest.raises(ConfigError, match=problem):

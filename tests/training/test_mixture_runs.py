@@ -105,7 +105,7 @@ def test_changed_mixture_is_refused_and_equivalent_weights_are_not(
             {"third": "OTHER"},
             [],
             DATA,
-            "OTHER: its tokenizer is {'kind': 'huggingface'}, that of FOLDER/web is {'kind'",
+            "OTHER: its tokenizer is {'kind': 'huggingface'}, FOLDER/web's is {'kind'",
         ),
         ({"third": "FOLDER/nothing"}, [], DATA, "data.stores.2.path=FOLDER/nothing: no such token store"),
         (

@@ -223,7 +223,7 @@ class Checkpointer:
         staged: Future[Any] = Future()
         written: Future[Any] = Future()
         if self._mesh.device.type == "cuda":
-            # Neither the stager's stream nor those of the writer's threads are ordered after the optimizer's kernels.
+            # Neither the stager's stream nor the writer's streams are ordered after the optimizer's kernels.
             torch.cuda.current_stream().synchronize()
         if wait:
             staged.set_result(None)

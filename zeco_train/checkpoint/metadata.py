@@ -104,7 +104,7 @@ def find_contradiction(folder: Path, table: Mapping[str, tuple[int, str]]) -> st
             return f"{name} has {table[name][0]:,} bytes, .metadata names {end:,}"
     named = named_step(folder)
     if named is not None and named != progress.step:
-        return f"run.json is that of step {progress.step}"
+        return f"run.json is of step {progress.step}"
     return None
 
 

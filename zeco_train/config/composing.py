@@ -81,7 +81,7 @@ def _compose(files: tuple[tuple[Path, int], ...], file: str, chosen: tuple[str, 
 def explain(error: OmegaConfBaseException, file: str, chosen: Sequence[str], given: Mapping[str, Any]) -> ConfigError:
     """A one-line error for merged values that do not fit the schema, or have an interpolation that cannot be resolved.
 
-    `file` and `chosen` as of `compose_files`; `given`: the values of single keys, which come before those of files.
+    `file` and `chosen` as of `compose_files`; `given`: the values of single keys, which override the files'.
     """
     key, problem = error.full_key or "", (str(error).splitlines() or [type(error).__name__])[0]
     if key in given:
@@ -132,7 +132,7 @@ def stored_class(plain: Mapping[str, Any]) -> type[LanguageModelConfig]:
 
 
 def choose_files(overrides: Sequence[str], groups: Mapping[str, Collection[str]]) -> list[str]:
-    """The overrides that choose files, with that of `configs/model` replaced if it is of another mixer than asked for.
+    """The overrides that choose files, with another file of `configs/model` if the mixer asked for is not its.
 
     Raises:
         ConfigError: an unknown mixer, a file that cannot be composed, or no file of the mixer with the size.
@@ -152,7 +152,7 @@ def choose_files(overrides: Sequence[str], groups: Mapping[str, Collection[str]]
 def _same_size(size: str, mixer: str, options: Collection[str]) -> str:
     wanted = f"{mixer}_{size}"
     if wanted not in options:
-        # The name of another mixer may begin with that of this one.
+        # The name of another mixer may begin with this one's.
         own = [name for name in options if name.startswith(f"{mixer}_") and _mixer_of_file(name) == mixer]
         sizes = ", ".join(name.removeprefix(f"{mixer}_") for name in own) or "none"
         raise ConfigError(MIXER, mixer, f"no configs/{GROUP}/{wanted}.yaml; sizes of {mixer}: {sizes}")

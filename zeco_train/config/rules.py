@@ -55,8 +55,8 @@ def check_documents(
 ) -> None:
     """Check that the model is defined for all documents of sequences of this length.
 
-    All documents of the stores count, so all ranks find the same: in a batch only the rank with a document's end knows
-    its length, and the others would wait for it in a scan. No document continues from one sequence to the next.
+    All documents of the stores count, so all ranks find the same: in a batch only the rank with a document's end
+    has its length, and the others would wait for it in a scan. No document continues from one sequence to the next.
 
     Raises:
         ConfigError: names `field`, the setting that holds the length, or the store with a document that is too long.

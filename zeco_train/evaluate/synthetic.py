@@ -53,7 +53,7 @@ class SyntheticTask:
         depths: number of depths, evenly spaced from 0 (the beginning) to 1; 0: a random depth per example, as in
             training.
         examples: per length and depth.
-        seed: of the examples, which differ from those of training and its validation.
+        seed: of the examples, which are other ones than in training and its validation.
         tokens: maximum tokens per rank and forward pass; longer sequences are cut into segments.
         zeroed: repeat with the states that cross ranks and segments set to zero. Answers that are still right were not
             recalled through those states.
@@ -138,7 +138,7 @@ class SyntheticTask:
         return table
 
     def _example(self, length: int, depth: float | None, index: int) -> Example:
-        # The text separates these draws from those of training and its validation.
+        # The text separates these draws from the draws for training and its validation.
         draws = draws_for(self._asked, f"evaluation, length {length}, depth {depth}", self.seed, index)
         return self._maker.example(length, draws, depth)
 

@@ -1,4 +1,4 @@
-"""The decode step: tokens and states in, logits out. Memory is that of the states and caches, set beforehand."""
+"""The decode step: tokens and states in, logits out. Memory: the states and caches, allocated beforehand."""
 
 from __future__ import annotations
 

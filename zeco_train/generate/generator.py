@@ -217,7 +217,7 @@ class Generator:
         """Most bytes that the caches of softmax layers take on a rank in `generate`; 0 without such layers.
 
         Raises:
-            ConfigError: those of the prompts alone are larger than memory.
+            ConfigError: the prompts' alone are larger than memory.
         """
         least = most = 0
         for dp_rank in range(self._mesh.dp_size):

@@ -43,7 +43,7 @@ class Printer:
         self._show()
 
     def finish(self, completions: Sequence[Completion]) -> None:
-        """Print the remaining texts, including those of other ranks."""
+        """Print the remaining texts of all ranks."""
         texts = {completion.prompt * self._samples + completion.sample: completion.text for completion in completions}
         for number in range(self._current, self._total):
             if number not in self._ended:

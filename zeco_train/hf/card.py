@@ -79,7 +79,7 @@ def model_card(
         f"A language model with {form.title or form.mixer.title}, trained with ZeCO-Train "
         f"{origin['version']}. {_memory(model)}, but it was trained on {data.seq_len:,} tokens at once.\n\n"
         f"| | |\n|---|---|\n{table}\n\n## Use\n\n{use}\n\n{remark}"
-        "The run's whole configuration is in `zeco_train.json`, and `checksums.json` says what the weights were.\n"
+        "The run's whole configuration is in `zeco_train.json`, and `checksums.json` has digests of the weights.\n"
     )
 
 
@@ -95,7 +95,7 @@ def _softmax(model: LanguageModelConfig) -> dict[str, str]:
 
 def _memory(model: LanguageModelConfig) -> str:
     if not model.attn.chosen(model.num_layers):
-        return "Its memory is a state of one size: it knows no longest sequence"
+        return "Its memory is a state of one size: no sequence is too long for it"
     kept = "all tokens before" if model.attn.window is None else f"the last {model.attn.window:,} tokens"
     return f"Its memory is a state of one size in most layers, and keys and values of {kept} in softmax layers"
 

@@ -107,7 +107,7 @@ def check_expressible(model: LanguageModelConfig, form: ModelFormat) -> None:
     theirs = model_fields(found)
     for key, value in model_fields(model.canonical()).items():
         if value != theirs[key]:
-            raise not_exported(key, value, f"{form.label} knows {shown(theirs[key])} only")
+            raise not_exported(key, value, f"{form.label} has {shown(theirs[key])} only")
 
 
 def model_fields(model: LanguageModelConfig) -> dict[str, Any]:

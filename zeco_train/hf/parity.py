@@ -90,12 +90,12 @@ class Parity:
 
 
 def check_states_are_passed(model: Any) -> None:
-    """Raise `ConfigError` if transformers' `generate` hands a model its states under a name that this does not know."""
+    """Raise `ConfigError` if transformers' `generate` passes states by an argument that this model does not have."""
     import transformers
 
     asked = inspect.signature(transformers.GenerationMixin.prepare_inputs_for_generation).parameters
     if "cache" in asked and "cache" not in inspect.signature(model.forward).parameters:
-        needed = f"hands states over as `cache`, which {type(model).__name__} does not know: install transformers<5.24"
+        needed = f"passes states as `cache`, which {type(model).__name__} does not take: install transformers<5.24"
         raise ConfigError("transformers", transformers.__version__, needed)
 
 

@@ -70,7 +70,7 @@ class Trained:
         """The tokenizer, loaded lazily: all but the byte tokenizer import transformers, which is slow.
 
         Raises:
-            DataError: it cannot be found, or the one found outside of `folders` is another.
+            DataError: it cannot be found, or differs outside of `folders`.
         """
         name = tokenizer_name(self.tokenizer_info, *self.folders)
         places = ", ".join(str(folder) for folder in self.folders)
@@ -105,7 +105,7 @@ class Trained:
             if is_of(key, "model"):
                 raise ConfigError(key, value, f"is decided by the trained model in {self.path}; leave it out")
         base = self.config if self.config is not None else load_config(["name=trained"])
-        # Chosen anew: other ranks than those of the training may use the model.
+        # Chosen anew: the model may run on another number of ranks than in training.
         base = replace(
             base,
             # For results.json only; a folder's name may have bytes that are no UTF-8.
@@ -287,4 +287,4 @@ def other_tokenizer(folder: Path, of_data: Mapping[str, str]) -> str | None:
         return f"the tokenizer in {folder} could not be compared with the data's: {error}"
     if same:
         return None
-    return f"the tokenizer in {folder} is not the one that the data was prepared with; the model may not know its ids"
+    return f"the tokenizer in {folder} is not the data's, so the model may read its ids as other tokens"

@@ -80,7 +80,7 @@ class _Finding:
 
 
 class Watchdog:
-    """Publishes this rank's heartbeat, watches that of the next one, and ends this process if a rank is lost.
+    """Publishes this rank's heartbeat, watches the next rank's, and ends this process if a rank is lost.
 
     Without a store there are no heartbeats, and no rank can be blamed. `remedy` is advice to the user about a lost
     rank, `timeout_key` the setting of the communication timeout.

@@ -225,7 +225,7 @@ def publish(project: str, entity: str | None, name: str, model: str | None, upda
     from wandb_workspaces import workspaces as ws
 
     if not wandb.login(prompt=False, verify=False):
-        raise ConfigError("wandb", "login", "W&B knows no account here; wandb login, or --offline OUT.json")
+        raise ConfigError("wandb", "login", "W&B has no account here; wandb login, or --offline OUT.json")
     try:
         api = wandb.Api(timeout=30)
         entity = entity or api.default_entity

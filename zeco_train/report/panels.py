@@ -234,7 +234,7 @@ def _draw_bars(bars: Sequence[tuple[Measurement, float]], unit: str, axes: Axes)
 
 
 def _colors(family: Sequence[Run], measurements: Sequence[Measurement]) -> dict[str, str]:
-    # That of the backend of each run, by name, if the backends tell the runs apart.
+    # By name of a run: its backend's colour, if all runs have different backends.
     names = {run.name for run in family}
     pairs = {(m.name, m.layout.backend) for m in measurements if m.name in names and m.source == "training"}
     told = len(pairs) == len({name for name, _ in pairs}) == len({backend for _, backend in pairs})

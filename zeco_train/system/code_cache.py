@@ -73,7 +73,7 @@ def private_folder(key: str, path: Path) -> Path:
     for parent in real.parents:
         # In a sticky folder, such as /tmp, users can rename only their own files.
         if (mode := parent.stat().st_mode) & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise ConfigError(key, path, f"anybody may put another folder in its place, in {parent}; name another one")
+            raise ConfigError(key, path, f"others may replace it, in {parent}; name another folder")
     return real
 
 
@@ -82,7 +82,7 @@ def _reason(error: OSError | RuntimeError) -> str:
 
 
 def use_private_caches(folder: Path | None = None, key: str = KEY) -> None:
-    """Set the compile caches of this process and its children to private folders; those of the environment are checked.
+    """Set the compile caches of this process and its children to private folders; the environment's are checked.
 
     `folder` (of the setting `key`) is for caches that no variable names; without it `torch.compile` gets the default
     one, and Triton and CUDA keep their own defaults in the user's home. Raises as `private_folder`.

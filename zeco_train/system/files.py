@@ -113,7 +113,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_readable(path: Path) -> None:
-    """Let everybody read a file, on file systems with permissions."""
+    """Let all users read a file, on file systems with permissions."""
     with _if_supported():
         path.chmod(0o644)
 
@@ -151,7 +151,7 @@ def take_lock(path: Path) -> tuple[int, str | None]:
 
 
 def write_locked(lock: int, content: bytes) -> None:
-    """Make `content` that of a file of `take_lock`, on disk. Not by a rename, which would lose the lock."""
+    """Make `content` the contents of a file of `take_lock`, on disk. Not by a rename, which would lose the lock."""
     if os.pread(lock, 1 + len(content), 0) != content:
         os.ftruncate(lock, 0)
         os.pwrite(lock, content, 0)

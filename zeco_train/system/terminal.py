@@ -92,7 +92,7 @@ def _cell(text: str, style: str) -> str:
 
 
 def report_to_launcher(text: str) -> None:
-    """Leave the reason of this rank's end to torchrun, whose report ends with that of the first rank that failed.
+    """Leave the reason of this rank's end to torchrun, whose report ends with the first failed rank's.
 
     In the format of `torch.distributed.elastic`'s `record`, which writes tracebacks only. Without torchrun: nothing.
     """

@@ -187,7 +187,7 @@ class WandbLogger(ExperimentLogger):
         wandb.setup(settings=settings)
         # Checked here, since `init` would block at a prompt while all other ranks wait.
         if mode is LoggerMode.online and not wandb.login(prompt=False, verify=False):
-            raise ConfigError("logger.mode", "online", "W&B knows no account here; wandb login, or mode offline")
+            raise ConfigError("logger.mode", "online", "W&B has no account here; wandb login, or mode offline")
         layout = start.layout
         try:
             return wandb.init(

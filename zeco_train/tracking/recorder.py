@@ -55,7 +55,7 @@ class StepResult:
 class Recorder:
     """Averages times over the steps between two rows, and writes the rows.
 
-    FLOPs per token are the model's, for MFU, and with recomputation, for HFU; `dtype` is that of the matmuls.
+    FLOPs per token are the model's, for MFU, and with recomputation, for HFU; `dtype`: of the matmuls.
 
     Attributes:
         exit_code: passed to the tracker at the end; 1, a failure, until the run has completed.

@@ -1,7 +1,7 @@
 """The exact results of a sequence over ranks, by the oracle: no code of the backends, methods or kernels takes part.
 
 Of launched ranks each computes its own tokens once it has the state before them; then the gradients, from the last rank
-to the first. So peak memory is that of one rank's tokens, and the active rank may use all processors.
+to the first. So peak memory is for one rank's tokens, and the active rank may use all processors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def exact(
 
     Args:
         whole: shared by all ranks of `place`.
-        place: this rank among those of the sequence.
+        place: this rank among the sequence's.
         parts: `Whole.part` of its shards, or of some of their heads; None: all heads.
         ends: `Whole.ends` of the same heads.
 

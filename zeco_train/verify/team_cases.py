@@ -184,7 +184,7 @@ SCAN_AXES: dict[str, Sequence[Any]] = {
     "width": [2, 3, 4],
 }
 # H and V: fewer columns than ranks or blocks, and blocks along the values of one head; and columns of several heads,
-# whose borders are not those of the ranks' slices.
+# whose borders are not between the ranks' slices.
 _NARROW, _WIDE = ((1, 1), (1, 6), (2, 3), (1, 5), (2, 1), (2, 6), (1, 7)), ((3, 7), (5, 5), (4, 5), (3, 4), (5, 3))
 # Algorithms that send states whole.
 _WHOLE = ("lasp1", "lasp2", "zeco", "doubling")

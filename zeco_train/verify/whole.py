@@ -52,7 +52,7 @@ WEAKEST, STRONGEST = 1e-6, 20.0
 
 @dataclass(frozen=True)
 class Whole:
-    """A sequence, identical on every rank, as shards in order: of a first segment those of all ranks, then of a second.
+    """A sequence, identical on every rank, as shards in order: all ranks' of a first segment, then of a second.
 
     Attributes:
         name: seeds the values.
@@ -104,7 +104,7 @@ class Whole:
     def dims(self) -> dict[str, str]:
         """The dimensions, a letter each (`Operator.dims`), of the operands in their order, and of the outputs, `do`."""
         if self.operator == SOFTMAX:
-            # Heads of values are those of keys.
+            # As many heads of values as of keys.
             return {"q": "BTHK", "k": "BTGK", "v": "BTGV", "do": "BTHV"}
         operator = OPERATORS[self.operator]
         return operator.dims_of | {"do": operator.dims[operator.output]}

@@ -46,5 +46,5 @@ def test_invalid_arguments_give_one_line_errors(tmp_path: Path, capsys: pytest.C
         check_line(Outcome(outcome, "", capsys.readouterr().err), code, part)
     # In a separate process, without the W&B account of the user.
     done = run_python([COMMAND], tmp_path)
-    line = "error: wandb=login: W&B knows no account here; wandb login, or --offline OUT.json\n"
+    line = "error: wandb=login: W&B has no account here; wandb login, or --offline OUT.json\n"
     assert (done.returncode, done.stderr) == (2, line)

@@ -81,7 +81,7 @@ def test_export_is_evaluated_with_its_tokenizer_only(hugging_face: Path, tmp_pat
     assert evaluate(out, "--out", tmp_path / "results").code == 0
     tokenizer = out / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("w9999", "v9999"))
-    check_line(evaluate(out), 3, "its tokenizer is {'kind': 'huggingface', 'sha256': ", "that of the model is")
+    check_line(evaluate(out), 3, "its tokenizer is {'kind': 'huggingface', 'sha256': ", "the model's is")
 
 
 def write_tasks(folder: Path) -> Path:

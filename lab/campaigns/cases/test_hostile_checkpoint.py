@@ -63,7 +63,7 @@ def test_copy_with_higher_step_does_not_delete_new_checkpoints(finished: Path, t
     shutil.copytree(folder / "step_00000002", folder / "step_00000099")
     outcome = train_here(*DATA, f"run_dir={run}", *keep)
     assert outcome.code == 0, outcome.err
-    assert "damaged: run.json is that of step 2; it is step_00000099.damaged now" in outcome.err
+    assert "damaged: run.json is of step 2; it is step_00000099.damaged now" in outcome.err
     names = {path.name for path in folder.iterdir()}
     assert names == {"step_00000006", "step_00000099.damaged", "latest", "lock"}
     # Likewise a copy that appears during a run at lower steps.
@@ -115,7 +115,7 @@ def test_inconsistent_metadata_is_refused(change: Callable[[Metadata], None], pr
         (_edit("run.json", skipped=1.5), "skipped=1.5 is no whole number"),
         (_edit("run.json", logger_run_id=["x"]), "logger_run_id=['x'] is no text"),
         (_edit("run.json", tokens="REMOVED"), "tokens is missing"),
-        (_edit("run.json", step=3), "run.json is that of step 3"),
+        (_edit("run.json", step=3), "run.json is of step 3"),
     ],
 )
 def test_inconsistent_checkpoint_files_are_refused(change: Callable[[Path], None], problem: str, run: Path) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.campaign
 def test_wandb_online_without_account_is_refused(tmp_path: Path) -> None:
     arguments = ["train.device=cpu", "logger=wandb", "logger.mode=online", f"run_dir='{tmp_path}/run'"]
     done = run_python([str(REPOSITORY / "train.py"), *arguments], tmp_path)
-    line = "error: logger.mode=online: W&B knows no account here; wandb login, or mode offline\n"
+    line = "error: logger.mode=online: W&B has no account here; wandb login, or mode offline\n"
     assert (done.returncode, done.stderr) == (2, line)
 
 
