@@ -14,8 +14,7 @@ from wandb_workspaces.workspaces import internal
 from zeco_train.errors import ConfigError
 from zeco_train.report import dashboard
 from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, create_chart
-from zeco_train.tracking.logger_config import LoggerConfig
-from zeco_train.tracking.loggers import WandbLogger
+from zeco_train.tracking.loggers import LoggerConfig, WandbLogger
 from zeco_train.tracking.metrics import StepMetrics
 from zeco_train.tracking.starts import Layout
 

@@ -22,7 +22,7 @@ from zeco_train.plan.config import describe
 from zeco_train.system import command
 from zeco_train.system.command import docstring, quick_imports
 from zeco_train.system.signals import run_command
-from zeco_train.tracking.logger_config import LoggerConfig
+from zeco_train.tracking.loggers import LoggerConfig
 
 
 @pytest.mark.parametrize("error", [None, ModuleNotFoundError])
@@ -76,7 +76,7 @@ def test_help_texts_stay_without_docstrings() -> None:
     """`python -OO` drops docstrings, and a dataclass without one gets its signature."""
     lines = [
         "from zeco_train.system import command",
-        "from zeco_train.tracking.logger_config import LoggerConfig",
+        "from zeco_train.tracking.loggers import LoggerConfig",
         "print([command.docstring(of) for of in (command, LoggerConfig, command.docstring)])",
     ]
     python = [sys.executable, "-OO", "-c", "\n".join(lines)]

@@ -16,8 +16,15 @@ import pytest
 from tests.support.commands import REPOSITORY, check_line, train_here
 from tests.support.waiting import ENOUGH
 from zeco_train.errors import ConfigError
-from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind, LoggerMode
-from zeco_train.tracking.loggers import ExperimentLogger, TensorBoardLogger, WandbLogger, build_logger
+from zeco_train.tracking.loggers import (
+    ExperimentLogger,
+    LoggerConfig,
+    LoggerKind,
+    LoggerMode,
+    TensorBoardLogger,
+    WandbLogger,
+    build_logger,
+)
 from zeco_train.tracking.starts import Layout, Start, length_name
 
 LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")

@@ -42,7 +42,7 @@ from zeco_train.system.command import docstring
 from zeco_train.system.numbers import check_least
 from zeco_train.system.paths import check_path
 from zeco_train.system.stored_values import check_values, find_unstorable, flatten, read_values
-from zeco_train.tracking.logger_config import LoggerConfig, LoggerKind
+from zeco_train.tracking.loggers import LoggerConfig, LoggerKind
 from zeco_train.training.config import TrainConfig
 from zeco_train.training.optim.optimizer_registry import OptimConfig
 from zeco_train.training.schedule import ScheduleConfig

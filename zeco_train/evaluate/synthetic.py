@@ -57,8 +57,8 @@ class SyntheticTask:
         tokens: maximum tokens per rank and forward pass; longer sequences are cut into segments.
         zeroed: repeat with the states that cross ranks and segments set to zero. Answers that are still right were not
             recalled through those states.
-        facts: pairs for recall, names for needle_multikey, numbers for needle_multivalue, boxes for variables, rings at
-            most for counting; null: as in training, else 8, 4, 4, 4, 9.
+        facts: number of facts; pairs for recall, names for needle_multikey, numbers for needle_multivalue, boxes for
+            variables, rings at most for counting; null: as in training, else 8, 4, 4, 4, 9.
         queries: number of queries, for recall; null: one per pair.
         alphabet: number of key symbols, and of value symbols, for recall; null: as in training, else 64.
         keys: number of keys in use, for recall; null: as in training, else all.
