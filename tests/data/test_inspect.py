@@ -17,7 +17,7 @@ from data.prepare import PrepareOptions, prepare_store
 from data.store import META_FILE, TokenStore, shard_name
 from tests.data.test_prepare import QUOTING, control_tokens, hugging_face
 from tests.support.commands import check_line, run_here
-from tests.support.stores import write_lines
+from tests.support.stores import edit_json, write_lines
 
 __all__ = ["control_tokens", "hugging_face"]
 
@@ -154,8 +154,7 @@ def test_damaged_store_is_reported(damage: Callable[[Path], str], store: Path) -
 )
 def test_tokens_inconsistent_with_meta_are_reported(store: Path, change: dict[str, int], expected: str) -> None:
     """Digests match, but the store was prepared wrongly, or meta.json belongs to another store."""
-    record = json.loads((store / META_FILE).read_text())
-    (store / META_FILE).write_text(json.dumps(record | change))
+    edit_json(store / META_FILE, **change)
     check_line(run_here(main, str(store), "--sample-tokens", "1"), 3, expected)
 
 

@@ -22,7 +22,7 @@ from data.store import META_FILE, TokenStore, shard_name
 from data.store.documents import Documents
 from data.store.writer import StoreWriter, WriterState
 from tests.support.commands import snapshot
-from tests.support.stores import verify, write_tokens
+from tests.support.stores import edit_json, verify, write_tokens
 from zeco_train.errors import DataError
 
 LENGTHS = [3, 1, 7, 20, 5, 14]
@@ -146,8 +146,7 @@ def test_damaged_or_missing_shard_is_named(tmp_path: Path) -> None:
 )
 def test_invalid_shard_list_is_refused(tmp_path: Path, shards: object, expected: str) -> None:
     folder = write(tmp_path / "store", 50)
-    record = json.loads((folder / META_FILE).read_text())
-    (folder / META_FILE).write_text(json.dumps(record | {"shards": shards}))
+    edit_json(folder / META_FILE, shards=shards)
     with pytest.raises(DataError) as caught:
         TokenStore.open(folder)
     assert expected in str(caught.value)

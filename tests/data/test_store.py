@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -18,8 +17,7 @@ import pytest
 
 from data import store
 from data.store import META_FILE, OFFSETS_FILE, TokenStore, shard_name
-from data.store.writer import StoreWriter
-from tests.support.stores import verify
+from tests.support.stores import edit_json, verify, write_tokens
 from zeco_train.errors import DataError, OpenFilesError
 from zeco_train.system import files
 from zeco_train.system.files import atomic_folder
@@ -31,18 +29,8 @@ def write_store(folder: Path, lengths: list[int], vocab_size: int = 1000) -> np.
     """A store of random documents of the given lengths (end of sequence included); returns its tokens."""
     tokens = np.random.default_rng(0).integers(2, vocab_size, sum(lengths))
     tokens[np.cumsum(lengths) - 1] = 1
-    with StoreWriter(folder, vocab_size=vocab_size, eos_id=1, tokenizer={"kind": "bytes"}) as writer:
-        start = 0
-        for length in lengths:
-            writer.append(tokens[start : start + length], [length])
-            start += length
-        writer.finish(sources_sha256="sources")
+    write_tokens(folder, tokens, lengths, vocab_size)
     return tokens
-
-
-def edit_meta(folder: Path, **changes: object) -> None:
-    record = json.loads((folder / META_FILE).read_text())
-    (folder / META_FILE).write_text(json.dumps(record | changes))
 
 
 def opening_error(folder: Path) -> str:
@@ -122,10 +110,10 @@ def test_limit_of_open_files_is_no_damage(number: int, tmp_path: Path, monkeypat
             "not a token store (meta.json has no",
         ),
         (lambda folder: (folder / META_FILE).write_text("[1]"), "not a token store (meta.json has no format"),
-        (lambda folder: edit_meta(folder, version=99), "format version 99"),
-        (lambda folder: edit_meta(folder, num_tokens="many"), "num_tokens is 'many', not int"),
-        (lambda folder: edit_meta(folder, num_tokens=0), "holds no tokens"),
-        (lambda folder: edit_meta(folder, dtype="uint32"), "do not fit together"),
+        (lambda folder: edit_json(folder / META_FILE, version=99), "format version 99"),
+        (lambda folder: edit_json(folder / META_FILE, num_tokens="many"), "num_tokens is 'many', not int"),
+        (lambda folder: edit_json(folder / META_FILE, num_tokens=0), "holds no tokens"),
+        (lambda folder: edit_json(folder / META_FILE, dtype="uint32"), "do not fit together"),
         (lambda folder: os.truncate(folder / shard_name(0), 59), "truncated: 59 bytes, meta.json says 60"),
         (lambda folder: os.truncate(folder / shard_name(0), 62), "too long: 62 bytes, meta.json says 60"),
         (

@@ -12,7 +12,7 @@ import pytest
 from data.preparation import PrepareOptions, prepare_store
 from data.tokenizer import load_tokenizer, tokenizer_name
 from tests.support.commands import Outcome, run_here, train_here
-from tests.support.stores import write_lines, write_word_tokenizer
+from tests.support.stores import edit_json, write_lines, write_word_tokenizer
 from zeco_train import export as export_command
 from zeco_train.errors import DataError
 from zeco_train.generate import __main__ as generate_command
@@ -224,10 +224,9 @@ def test_hub_cache_snapshot_is_copied_as_files(store: Path, tmp_path: Path) -> N
     ],
 )
 def test_tokenizers_library_panic_raises_data_error(parts: dict[str, object], problem: str, own_store: Path) -> None:
-    path = own_store / "tokenizer" / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    edit_json(own_store / "tokenizer" / "tokenizer.json", **parts)
     with pytest.raises(DataError, match=problem):
-        _round_trip(path.parent)
+        _round_trip(own_store / "tokenizer")
 
 
 def _round_trip(folder: Path) -> None:

@@ -17,7 +17,7 @@ from data.prepare import PrepareOptions, prepare_store
 from models.mixers.gla import FeatureMap
 from tests.data.test_prepare import hugging_face
 from tests.support.commands import check_line, train_here
-from tests.support.stores import write_lines
+from tests.support.stores import edit_json, write_lines
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.export import ExportSettings, export, main
 from zeco_train.hf import parity
@@ -102,8 +102,7 @@ def test_damaged_model_folders_are_refused(expected: str, exported: Path) -> Non
 
 
 def test_layers_are_compared_with_the_files_before_a_model_is_built(exported: Path) -> None:
-    record = json.loads((exported / "config.json").read_text())
-    (exported / "config.json").write_text(json.dumps({**record, "num_hidden_layers": 1 << 20}))
+    edit_json(exported / "config.json", num_hidden_layers=1 << 20)
     with pytest.raises(CheckpointError, match="tensors are no model of the 1048576 layers"):
         find_trained(str(exported))
 

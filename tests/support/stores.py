@@ -47,6 +47,11 @@ def write_lines(path: Path, records: list[Any]) -> Path:
     return path
 
 
+def edit_json(path: Path, **changes: object) -> None:
+    """Replace entries of a JSON file's object."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def write_tokens(
     folder: Path,
     tokens: np.ndarray,

@@ -22,7 +22,7 @@ from data.store import TokenStore, is_store, map_array, read_meta
 from data.store.writer import StoreWriter
 from data.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_name
 from tests.support.commands import run_here
-from tests.support.stores import write_store
+from tests.support.stores import edit_json, write_store
 from zeco_train.bench.figures import plot_files
 from zeco_train.checkpoint.files import read_record
 from zeco_train.config.schema import read_config
@@ -126,8 +126,7 @@ def test_file_size_is_bounded(tmp_path: Path) -> None:
 )
 def test_tokenizer_entries_of_strangers_give_short_errors(entry: object, tmp_path: Path) -> None:
     store = write_store(tmp_path / "store")
-    meta = json.loads((store / "meta.json").read_text())
-    (store / "meta.json").write_text(json.dumps({**meta, "tokenizer": entry}))
+    edit_json(store / "meta.json", tokenizer=entry)
     (store / "identity.json").write_text(json.dumps({"format": 2, "data.tokenizer": entry}))
     for read in (lambda: read_meta(store).tokenizer, lambda: read_identity(store)["data.tokenizer"]):
         with pytest.raises((DataError, CheckpointError)) as raised:
