@@ -282,9 +282,6 @@ HGRN = _format(
     written=("use_lower_bound", "use_short_conv"),
 )
 
-_MISSPELT = "a name that only files of fla before 0.6.0 have"
-
-
 # Null: as many slots as a head has channels of keys.
 def _read_gsa(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     slots = keys.optional("num_slots", default=64)
@@ -301,7 +298,7 @@ GSA = _format(
     GatedSlotAttention,
     {"num_heads": 4, "expand_k": 1.0, "expand_v": 1.0, "gate_logit_normalizer": 8},
     optional={"num_kv_heads": int},
-    only={**_NO_CONVOLUTIONS, **dict.fromkeys(("exapnd_k", "exapnd_v"), (1, _MISSPELT))},
+    only={**_NO_CONVOLUTIONS, **dict.fromkeys(("exapnd_k", "exapnd_v"), (1, "expand_k and expand_v by other names"))},
     written=("use_short_conv",),
     read=_read_gsa,
     write=lambda model: {

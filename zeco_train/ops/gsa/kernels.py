@@ -24,7 +24,7 @@ from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.passes import ForwardBase, Passes
 
 # Tiles along K and V.
-_OPTIONS = {torch.bfloat16: TileOptions(64, 64, 4, 3), torch.float32: TileOptions(32, 32, 4, 1)}
+_OPTIONS = {torch.bfloat16: TileOptions(64, 64, 8, 3), torch.float32: TileOptions(32, 32, 4, 1)}
 
 
 @jit
