@@ -110,6 +110,6 @@ GSA = SlotAttention(
     about="The first pass of gated slot attention (Zhang et al. 2024, arXiv 2409.07146); its second pass is `gla`."
     "\n\n    S_t = exp(g_t) ⊙_K S_{t-1} + s_t k_tᵀ,    o_t = scale · S_t q_t",
     cuda="zeco_train.ops.gsa.kernels:CUDA",
-    # The walk holds all slots; unlike in GLA's, dims that are no multiples are not padded.
-    kernels=KernelRule(largest=(512, 512), row_bytes=64),
+    # A walk holds all slots. It may have more channels of keys, but the rule's limits are of either width.
+    kernels=KernelRule(largest=(512, 512)),
 )

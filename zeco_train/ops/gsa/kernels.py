@@ -20,7 +20,7 @@ from zeco_train.ops.gla.kernels.intra import decayed
 from zeco_train.ops.gla.kernels.launch import CHUNK, NARROWEST, GlaKernelBackward, GlaKernels, options_for
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, split_pairs, store_tile
 from zeco_train.ops.kept import TileOptions
-from zeco_train.ops.kernel_operands import dense
+from zeco_train.ops.kernel_operands import dense, with_padded_heads
 from zeco_train.ops.passes import ForwardBase, Passes
 
 # Tiles along K and V.
@@ -153,4 +153,6 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (s.new_empty(launcher.starts_shape, dtype=torch.float32),)
 
 
-CUDA = Passes(_GsaKernelForward, _GsaKernelBackward, _saved_like, needs_incoming=False)
+CUDA = with_padded_heads(
+    Passes(_GsaKernelForward, _GsaKernelBackward, _saved_like, needs_incoming=False), values=(0, 1)
+)
