@@ -18,7 +18,7 @@ from models.mixers.base import Mixer
 from models.mixers.delta_net import DeltaNet
 from models.mixers.gated_deltanet import GatedDeltaNet
 from models.mixers.gla import FeatureMap, GatedLinearAttention
-from models.mixers.gsa import GatedSlotAttention
+from models.mixers.gsa import GatedSlotAttention, GSAConfig
 from models.mixers.hgrn import HGRN as HGRNLayer
 from models.mixers.hgrn2 import HGRN2 as HGRN2Layer
 from models.mixers.kda import KimiDeltaAttention
@@ -282,6 +282,9 @@ HGRN = _format(
     written=("use_lower_bound", "use_short_conv"),
 )
 
+_GSA_FEATURE_MAPS = {"swish": FeatureMap.silu, "relu": FeatureMap.relu}
+
+
 # Null: as many slots as a head has channels of keys.
 def _read_gsa(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     slots = keys.optional("num_slots", default=64)
@@ -290,8 +293,13 @@ def _read_gsa(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     return {"num_slots": slots, "feature_map": keys.choice("feature_map", _GSA_FEATURE_MAPS, "swish")}
 
 
+def _write_gsa(model: GSAConfig) -> dict[str, Any]:
+    names = {one: name for name, one in _GSA_FEATURE_MAPS.items()}
+    own = None if model.feature_map is None else names.get(model.feature_map, model.feature_map.value)
+    return {"num_slots": model.num_slots, "feature_map": own}
+
+
 # Its layer reads neither bounds of the decays nor the switches of the norm and of an output gate.
-_GSA_FEATURE_MAPS = {"swish": FeatureMap.silu, "relu": FeatureMap.relu}
 GSA = _format(
     "gsa",
     "GSAForCausalLM",
@@ -301,10 +309,7 @@ GSA = _format(
     only={**_NO_CONVOLUTIONS, **dict.fromkeys(("exapnd_k", "exapnd_v"), (1, "expand_k and expand_v by other names"))},
     written=("use_short_conv",),
     read=_read_gsa,
-    write=lambda model: {
-        "num_slots": model.num_slots,
-        "feature_map": "swish" if model.feature_map is FeatureMap.silu else model.feature_map and model.feature_map.value,
-    },
+    write=_write_gsa,
 )
 
 DELTA_NET = _format(

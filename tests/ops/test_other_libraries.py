@@ -66,7 +66,7 @@ EDGES = {1: (0, 70), 2: (0, 69, 70), 3: (0, 5, 6, 70), 4: (0, 33, 34, 66, 70)}
 @pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 2, 4))])
 @on_ranks()
 def test_gated_slot_attention_and_gradients_equal_fla(rank: int, world_size: int) -> None:
-    """Both passes, the softmax between them and both states, over ranks; fla's plain recurrence is of whole sequences."""
+    """Both passes, the softmax between them and both states, over ranks; theirs is the plain recurrence."""
     from fla.ops.gsa.naive import naive_recurrent_gsa
 
     bounds = EDGES[world_size]

@@ -155,13 +155,14 @@ def use_delta_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make fla's RetNet, HGRN, HGRN2 and GSA, with their references, compute in fp64 what they compute in fp32 in any model.
+    """Make fla's RetNet, HGRN, HGRN2 and GSA, with their references, compute in fp64 what is fp32 in any model.
 
     That is the operators, the angles and the lower bounds. For a short time: `Tensor.float` is replaced.
     """
     wide = types.ModuleType("torch")
     vars(wide).update({**vars(torch), "float": torch.float64, "float32": torch.float64})
-    models, operators = ("models.hgrn.modeling_hgrn", "models.hgrn2.modeling_hgrn2"), ("retention", "gla", "hgrn", "gsa")
-    for name in (*models, "modules.rotary.ops", *(f"ops.{operator}.naive" for operator in operators)):
+    models = "models.hgrn.modeling_hgrn", "models.hgrn2.modeling_hgrn2"
+    operators = (f"ops.{operator}.naive" for operator in ("retention", "gla", "hgrn", "gsa"))
+    for name in (*models, "modules.rotary.ops", *operators):
         monkeypatch.setattr(importlib.import_module(f"fla.{name}"), "torch", wide)
     monkeypatch.setattr(Tensor, "float", Tensor.double)

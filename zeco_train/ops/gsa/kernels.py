@@ -1,4 +1,4 @@
-"""The first pass of gated slot attention on CUDA: GLA's launches in the roles of `zeco_train.ops.gsa`, for bf16 and fp32.
+"""The first pass of gated slot attention on CUDA: GLA's launches in the roles of `zeco_train.ops.gsa`.
 
 Of its own it has the kernel of the outputs. They are sums over the channels of keys, which a walk over chunks has in
 different programs, so it reads the states before the chunks from memory. Saved for the backward pass are the true
@@ -90,7 +90,7 @@ def outputs_kernel(
         own = load_tile(s, start, T, H, K, first_key, C, BK)
         self = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), axis=1)
         seen = seen * from_start + self[:, None] * own.to(tl.float32)
-        # log₂ C sizes of blocks, see `intra`; pairs of a size are below the diagonal, so all queries are in later blocks
+        # log₂ C sizes of blocks, see `intra`; only pairs below the diagonal are left, so queries lie in later blocks
         for shift in range(6):
             is_query, factor, tokens = decayed(
                 b, sums, own, own, own, shift, start, T, H, K, first_key, C, BK, JOINED=False

@@ -376,6 +376,4 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return b, *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts
 
 
-CUDA = with_padded_heads(
-    Passes(_GlaKernelForward, GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False)
-)
+CUDA = with_padded_heads(Passes(_GlaKernelForward, GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False))
