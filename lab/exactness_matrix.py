@@ -33,6 +33,7 @@ STEPS = 3
 OWN: dict[str, dict[str, Any]] = {
     # Two heads share keys and queries.
     "mamba2": {"num_heads": 6, "head_dim": 8, "n_groups": 3, "state_size": 5, "intermediate_size": 0},
+    "gsa": {"expand_v": 1.0, "num_slots": 7},
 }
 # Whole cells of the matrix, each with and without documents.
 PLAIN = ("lasp1", "lasp2", "chain/3", "two_shot", "doubling")

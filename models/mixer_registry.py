@@ -15,6 +15,7 @@ from models.mixers.cosformer import Cosformer
 from models.mixers.delta_net import DeltaNet
 from models.mixers.gated_deltanet import GatedDeltaNet
 from models.mixers.gla import GatedLinearAttention
+from models.mixers.gsa import GatedSlotAttention
 from models.mixers.hgrn import HGRN
 from models.mixers.hgrn2 import HGRN2
 from models.mixers.kda import KimiDeltaAttention
@@ -42,6 +43,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "delta_net": DeltaNet,
     "kda": KimiDeltaAttention,
     "hgrn": HGRN,
+    "gsa": GatedSlotAttention,
 }
 
 # Of a layer, by its name in `LanguageModelConfig.mixer_of`: softmax layers are part of models with another mixer.

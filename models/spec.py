@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -107,6 +107,13 @@ class BlockSpec:
     def scans_matrices(self) -> bool:
         """Whether the transition of the operator's state is a matrix, [H, K, K]; softmax layers have none."""
         return bool(self.operators) and OPERATORS[self.operators[-1]].kind is Kind.matrix
+
+    @property
+    def scans(self) -> list[BlockSpec]:
+        """This block with one operator each, of those whose states are scanned over all ranks."""
+        pairs = zip(self.operators, self.state_shapes, strict=True)
+        found = [(name, shape) for name, shape in pairs if not OPERATORS[name].state_is_halo]
+        return [replace(self, operators=(name,), state_shapes=(shape,)) for name, shape in found]
 
     @property
     def halo_shapes(self) -> Sequence[tuple[int, int, int]]:

@@ -31,7 +31,7 @@ def gla(
         k: [B, T, H, K].
         v: [B, T, H, V].
         g: [B, T, H, K], log-decays, finite and at most 0; fp32 (fp64 for fp64).
-        scale: factor of the outputs; None is K^-1/2.
+        scale: factor of the outputs; None is q.shape[-1] ** -0.5.
         initial_state: [B, H, K, V], the state before the sequence, in fp32 (fp64 for fp64 operands); None is zero. The
             first document continues from it. The same on all ranks, as is its gradient: do not sum it over ranks.
         output_final_state: also return the state after the sequence, the same on all ranks.
@@ -69,7 +69,7 @@ def scalar_decay(
         k: [B, T, G, K].
         v: [B, T, H, V].
         g: [B, T, H], log-decays, finite and at most 0; fp32 (fp64 for fp64).
-        scale: factor of the outputs; None is K^-1/2.
+        scale: factor of the outputs; None is q.shape[-1] ** -0.5.
         initial_state: [B, H, K, V], the state before the sequence, in fp32 (fp64 for fp64 operands); None is zero. The
             first document continues from it. The same on all ranks, as is its gradient: do not sum it over ranks.
         output_final_state: also return the state after the sequence, the same on all ranks.
@@ -107,7 +107,7 @@ def fixed_decay(
         k: [B, T, G, K].
         v: [B, T, H, V].
         log_decay: [H], log-decays as g, of all tokens; constants without gradient.
-        scale: factor of the outputs; None is K^-1/2.
+        scale: factor of the outputs; None is q.shape[-1] ** -0.5.
         initial_state: [B, H, K, V], the state before the sequence, in fp32 (fp64 for fp64 operands); None is zero. The
             first document continues from it. The same on all ranks, as is its gradient: do not sum it over ranks.
         output_final_state: also return the state after the sequence, the same on all ranks.
@@ -173,7 +173,7 @@ def unmasked(
         q: [B, T, H, K].
         k: [B, T, H, K].
         v: [B, T, H, V].
-        scale: factor of the outputs; None is K^-1/2.
+        scale: factor of the outputs; None is q.shape[-1] ** -0.5.
         ranks: the ranks that share the sequences, see `connect`; None: this one has them whole.
 
     Returns:
@@ -205,7 +205,7 @@ def delta(
         k: [B, T, G, K].
         v: [B, T, H, V].
         beta: [B, T, H], writing strengths, from 0 to 2; fp32 (fp64 for fp64).
-        scale: factor of the outputs; None is K^-1/2.
+        scale: factor of the outputs; None is q.shape[-1] ** -0.5.
         initial_state: [B, H, K, V], the state before the sequence, in fp32 (fp64 for fp64 operands); None is zero. The
             first document continues from it. The same on all ranks, as is its gradient: do not sum it over ranks.
         output_final_state: also return the state after the sequence, the same on all ranks.
@@ -245,7 +245,7 @@ def gated_delta(
         v: [B, T, H, V].
         g: [B, T, H], log-decays, finite and at most 0; fp32 (fp64 for fp64).
         beta: [B, T, H], writing strengths, from 0 to 2; fp32 (fp64 for fp64).
-        scale: factor of the outputs; None is K^-1/2.
+        scale: factor of the outputs; None is q.shape[-1] ** -0.5.
         initial_state: [B, H, K, V], the state before the sequence, in fp32 (fp64 for fp64 operands); None is zero. The
             first document continues from it. The same on all ranks, as is its gradient: do not sum it over ranks.
         output_final_state: also return the state after the sequence, the same on all ranks.
@@ -285,7 +285,7 @@ def kda(
         v: [B, T, H, V].
         g: [B, T, H, K], log-decays, finite and at most 0; fp32 (fp64 for fp64).
         beta: [B, T, H], writing strengths, from 0 to 2; fp32 (fp64 for fp64).
-        scale: factor of the outputs; None is K^-1/2.
+        scale: factor of the outputs; None is q.shape[-1] ** -0.5.
         initial_state: [B, H, K, V], the state before the sequence, in fp32 (fp64 for fp64 operands); None is zero. The
             first document continues from it. The same on all ranks, as is its gradient: do not sum it over ranks.
         output_final_state: also return the state after the sequence, the same on all ranks.
@@ -328,6 +328,44 @@ def hgrn(
 
     Returns:
         o, shaped as x and in its dtype, and the state after the sequence or None.
+
+    Raises:
+        ValueError: a shape, dtype, device or border that does not fit, by name.
+    """
+
+def gsa(
+    q: Tensor,
+    k: Tensor,
+    s: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    documents: Sequence[Sequence[int] | Tensor] | None = None,
+    bounds: Sequence[int] | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The first pass of gated slot attention (Zhang et al. 2024, arXiv 2409.07146); its second pass is `gla`.
+
+        S_t = exp(g_t) ⊙_K S_{t-1} + s_t k_tᵀ,    o_t = scale · S_t q_t
+
+    Args:
+        q: [B, T, H, V].
+        k: [B, T, H, V].
+        s: [B, T, H, K].
+        g: [B, T, H, K], log-decays, finite and at most 0; fp32 (fp64 for fp64).
+        scale: factor of the outputs; None is q.shape[-1] ** -0.5.
+        initial_state: [B, H, K, V], the state before the sequence, in fp32 (fp64 for fp64 operands); None is zero. The
+            first document continues from it. The same on all ranks, as is its gradient: do not sum it over ranks.
+        output_final_state: also return the state after the sequence, the same on all ranks.
+        documents: for each of the B sequences the borders of its documents, from 0 to the length of the whole
+            sequence; nothing is read across them. None: each sequence is one document.
+        bounds: rank r has the tokens [bounds[r], bounds[r + 1]) of each sequence; None: all ranks have as many.
+        ranks: the ranks that share the sequences, see `connect`; None: this one has them whole.
+
+    Returns:
+        o, shaped as s and in its dtype, and the state after the sequence or None.
 
     Raises:
         ValueError: a shape, dtype, device or border that does not fit, by name.

@@ -41,9 +41,9 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
 
 DELTA = ("delta", "gated_delta", "kda")
-BY_CHANNEL = ("gla", "kda")
-HEADS = ("gla", "scalar_decay", "fixed_decay", *DELTA, "unmasked")
-GATED = ("gla", "scalar_decay", "fixed_decay", "gated_delta", "kda")
+BY_CHANNEL = ("gla", "kda", "gsa")
+HEADS = ("gla", "scalar_decay", "fixed_decay", *DELTA, "unmasked", "gsa")
+GATED = ("gla", "scalar_decay", "fixed_decay", "gated_delta", "kda", "gsa")
 ALL = (*HEADS, "softmax", "short_conv")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -153,7 +153,7 @@ def _case(
     if operator != "unmasked" and T > 1 and rng.random() < 0.4:
         documents = (0, *sorted(rng.randint(0, T) for _ in range(rng.randint(0, 4))), T)
     G, H = rng.choice(((1, 1), (2, 2), (1, 2)))
-    if operator in ("gla", "kda", "unmasked"):
+    if operator in ("gla", "kda", "unmasked", "gsa"):
         G = H
     if operator == "softmax":
         V = K
@@ -259,6 +259,8 @@ def inputs(case: Case) -> dict[str, Tensor]:
         if case.operator == "softmax":
             shapes["q"] = (B, T, H, K)
             shapes["v"] = (B, T, G, V)
+        if case.operator == "gsa":
+            shapes = {"q": (B, T, H, V), "k": (B, T, H, V), "s": (B, T, H, K), "do": (B, T, H, K)}
         found = {name: normal(*shape).to(dtype) for name, shape in shapes.items()}
         state = (B, H, K, V)
         if case.operator in DELTA:
@@ -352,17 +354,18 @@ def one_segment(case: Case) -> Iterator[None]:
     if (
         case.walk != "one"
         or DEVICE.type != "cuda"
-        or case.operator not in ("gla", "scalar_decay", "fixed_decay", *DELTA)
+        or case.operator not in ("gla", "gsa", "scalar_decay", "fixed_decay", *DELTA)
     ):
         yield
         return
     from zeco_train.ops.delta.kernels import launch as of_delta
     from zeco_train.ops.gla.kernels import launch as of_gla
+    from zeco_train.ops.gsa import kernels as of_gsa
     from zeco_train.ops.scalar_decay.kernels import launch as of_scalar
 
     module, changes = (
-        (of_gla, {"programs": 1})
-        if case.operator == "gla"
+        (of_gla if case.operator == "gla" else of_gsa, {"programs": 1})
+        if case.operator in ("gla", "gsa")
         else (of_delta, {"joining": 1e9})
         if case.operator in DELTA
         else (of_scalar, {"programs": 1})
@@ -445,7 +448,9 @@ def sizes_of(case: Case, values: dict[str, Tensor], expected: dict[str, Tensor])
     """What the error of each result is relative to: its norm, or where numbers cancel a part of theirs."""
     sizes = {name: max(x.norm().item(), FLOOR * math.sqrt(x.numel())) for name, x in expected.items()}
     if "dg" in expected:
-        cancels = (_like(values["q"], expected["dg"]).double() * _like(expected["dq"], expected["dg"])).norm().item()
+        # What GLA calls q and dq, with the heads of dg.
+        q, dq = (values["do"], expected["o"]) if case.operator == "gsa" else (values["q"], expected["dq"])
+        cancels = (_like(q, expected["dg"]).double() * _like(dq, expected["dg"])).norm().item()
         sizes["dg"] = max(sizes["dg"], CANCELLING.get(case.operator, 1e-2) * cancels)
     if case.operator in DELTA:
         # transitions are I less a sum of products: what remains of a state is as exact as the state was
@@ -459,7 +464,6 @@ def sizes_of(case: Case, values: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def _like(x: Tensor, dg: Tensor) -> Tensor:
-    """Q or dq, with the heads of dg."""
     return x.repeat_interleave(dg.shape[2] // x.shape[2], 2)
 
 

@@ -74,6 +74,7 @@ SHAPES = (
     Shape("GLA 1.3B", "gla", 4, 4, 256, 512),
     Shape("HGRN2 1.3B", "gla", 16, 16, 128, 128),
     Shape("gla_1b", "gla", 16, 16, 64, 128),
+    Shape("GSA 1.3B", "gsa", 4, 4, 64, 512),
     Shape("Based", "fixed_decay", 16, 16, 273, 64),
     Shape("Based, its features padded", "fixed_decay", 16, 16, 288, 64),  # as models of this package do
     Shape("retnet_1b", "fixed_decay", 16, 16, 128, 256),

@@ -18,6 +18,7 @@ from models.mixers.base import Mixer
 from models.mixers.delta_net import DeltaNet
 from models.mixers.gated_deltanet import GatedDeltaNet
 from models.mixers.gla import FeatureMap, GatedLinearAttention
+from models.mixers.gsa import GatedSlotAttention, GSAConfig
 from models.mixers.hgrn import HGRN as HGRNLayer
 from models.mixers.hgrn2 import HGRN2 as HGRN2Layer
 from models.mixers.kda import KimiDeltaAttention
@@ -279,6 +280,36 @@ HGRN = _format(
     {"expand_ratio": 1},
     only={"num_heads": (1, _OTHER_LAYER), **_LOWER_BOUND, **_NO_CONVOLUTIONS},
     written=("use_lower_bound", "use_short_conv"),
+)
+
+_GSA_FEATURE_MAPS = {"swish": FeatureMap.silu, "relu": FeatureMap.relu}
+
+
+# Null: as many slots as a head has channels of keys.
+def _read_gsa(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
+    slots = keys.optional("num_slots", default=64)
+    if slots is None:
+        slots = round(fields["hidden_size"] * fields["expand_k"]) // max(1, fields["num_heads"])
+    return {"num_slots": slots, "feature_map": keys.choice("feature_map", _GSA_FEATURE_MAPS, "swish")}
+
+
+def _write_gsa(model: GSAConfig) -> dict[str, Any]:
+    names = {one: name for name, one in _GSA_FEATURE_MAPS.items()}
+    own = None if model.feature_map is None else names.get(model.feature_map, model.feature_map.value)
+    return {"num_slots": model.num_slots, "feature_map": own}
+
+
+# Its layer reads neither bounds of the decays nor the switches of the norm and of an output gate.
+GSA = _format(
+    "gsa",
+    "GSAForCausalLM",
+    GatedSlotAttention,
+    {"num_heads": 4, "expand_k": 1.0, "expand_v": 1.0, "gate_logit_normalizer": 8},
+    optional={"num_kv_heads": int},
+    only={**_NO_CONVOLUTIONS, **dict.fromkeys(("exapnd_k", "exapnd_v"), (1, "expand_k and expand_v by other names"))},
+    written=("use_short_conv",),
+    read=_read_gsa,
+    write=_write_gsa,
 )
 
 DELTA_NET = _format(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.config import LanguageModelConfig
-from models.formats.fla import DELTA_NET, GATED_DELTANET, GLA, HGRN, HGRN2, KDA, LINEAR_ATTN, RETNET
+from models.formats.fla import DELTA_NET, GATED_DELTANET, GLA, GSA, HGRN, HGRN2, KDA, LINEAR_ATTN, RETNET
 from models.formats.format import ModelFormat
 from models.formats.hybrids import OLMO_HYBRID, QWEN3_5
 from models.formats.mamba2 import MAMBA2
@@ -21,6 +21,7 @@ FORMATS: tuple[ModelFormat, ...] = (
     DELTA_NET,
     KDA,
     HGRN,
+    GSA,
 )
 
 

@@ -49,6 +49,7 @@ SHAPES = [
     Shape(4, 8, 16, 70, "gated_delta", 2),
     Shape(4, 8, 16, 70, "kda"),
     Shape(4, 8, 1, 70, "hgrn"),
+    Shape(4, 8, 16, 70, "gsa"),
 ]
 SETTINGS = ["device=cpu", "warmup=1", "runs=2", "flush_mb=0", "timeout_seconds=60", "dtype=fp64"]
 SMALL = [*SETTINGS, "heads=[4]", "dims=[[8,16]]", "tokens=[48]", "check_tokens=70"]

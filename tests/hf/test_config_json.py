@@ -53,6 +53,7 @@ OF_FILES: list[tuple[str, dict[str, Any], float]] = [
     ("retnet_1.3b", {"model_type": "retnet"}, 1.35e9),
     # No weights of this shape are published; the count is that of fla's class.
     ("gated_deltanet_1.3b", {"model_type": "gated_deltanet"}, 1_387_348_732),
+    ("gsa_1.3b", {"model_type": "gsa"}, 1_376_929_792),
     ("mamba2_1.3b", {"model_type": "mamba2", "hidden_size": 2048, "initializer_range": 0.02, "n_groups": 1,
      "num_heads": 64, "num_hidden_layers": 48, "tie_word_embeddings": True, "vocab_size": 50288}, 2.69e9 / 2),
     ("gated_deltanet_7b", {"model_type": "olmo_hybrid", "linear_key_head_dim": 96, "linear_num_key_heads": 30,
@@ -115,7 +116,7 @@ TYPE, LIST, INFINITY = "model_type", "layer_types", {"__float__": "Infinity"}
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 # Format, a changed key and its value, and a part of the line.
 REFUSED: list[tuple[str, str, Any, str]] = [
-    ("gla", TYPE, "gsa", "only 'gla', "),
+    ("gla", TYPE, "rwkv7", "only 'gla', "),
     ("gla", "architectures", ["GLAForSequenceClassification"], "only GLAForCausalLM can be read"),
     ("gla", "use_short_conv", True, "short convolutions before the operator: not supported"),
     ("gla", "feature_map", "gelu", "not supported, only relu, sqrelu, silu, sigmoid, swish"),
@@ -141,6 +142,10 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("hgrn2", "expand_ratio", 100, "must divide hidden_size, or be null beside num_heads"),
     # Of HGRN2's heads no key says how many.
     *(("hgrn2", "expand_ratio", ratio, "must divide hidden_size") for ratio in (None, 0, -128, 4096)),
+    ("gsa", "feature_map", "t2r", "not supported, only swish, relu"),
+    ("gsa", "num_slots", 0, "must be a whole number ≥ 1"),
+    ("gsa", "num_heads", 0, "must be a whole number ≥ 1"),
+    ("gsa", "expand_v", 2, "must be 1: the output's norm is as wide as the model"),
     ("delta_net", "qk_norm", "sum", "keys of another norm, with which the state may grow without bound"),
     ("kda", "lower_bound", -5.0, "decays with a lower bound: not supported, only None"),
     ("linear_attn", "feature_map", None, "not supported, only elu, relu, identity"),
@@ -338,6 +343,7 @@ HARMLESS = {
 HARMLESS_IN: dict[str, set[str]] = {
     # fla's layer does not read them.
     "gla": {"use_gk", "use_gv"},
+    "gsa": {"clamp_min", "clamp_max", "use_norm", "use_output_gate"},
     # Its layers do not read it beside expand_ratio.
     "hgrn2": {"num_heads"},
     # Without parameters in the feature maps that are supported.
@@ -362,6 +368,8 @@ def test_every_key_of_fla_is_read_refused_or_known_to_change_nothing(name: str) 
     kind = class_of(FORMATS[name], "Config")
     declared = inspect.signature(kind.__init__).parameters.keys() - {"self", "kwargs"}
     record = {**kind(**NEEDED.get(name, {})).to_dict(), "architectures": [FORMATS[name].architecture]}
+    # Of GSA's class, which keeps them under their right names.
+    declared -= {"exapnd_k", "exapnd_v"}
     assert declared <= record.keys()
     whole, unread = from_config_json(record, HERE), set()
     for key in sorted(declared):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from models.attn import AttnConfig
 from models.config import SOFTMAX, LanguageModelConfig
@@ -21,6 +23,8 @@ from models.mixers.linear import LinearAttentionConfig
 from models.spec import AttentionSpec, spec_of
 from tests.support.planning import case_of, kept_by_token, make_case
 from zeco_train.ops.delta.chunked import CHUNKED
+from zeco_train.ops.gla import GLA
+from zeco_train.ops.gsa import GSA
 from zeco_train.ops.hgrn.chunked import CHUNKED as CHUNKED_HGRN
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import ForwardPass, Passes
@@ -32,7 +36,6 @@ from zeco_train.training.config import Dtype
 pytestmark = pytest.mark.numeric
 
 ON_GPU = "gpu=h200", "train.recompute=none"
-OTHERS = [name for name in MIXERS if name not in ("gla", "hgrn2")]
 
 
 @pytest.mark.few(2, quick=1)
@@ -59,10 +62,12 @@ def _saving_like(kernels: Passes, plain: Passes) -> Passes:
 
 @pytest.mark.few(2, quick=1)
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", MIXERS)
 def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtype) -> None:
     """To the byte, without a compiler; that kernels save what they promise is tested with them."""
     from zeco_train.ops.delta.kernels import launch as delta
+    from zeco_train.ops.gla.kernels import launch as gla
+    from zeco_train.ops.gsa import kernels as gsa
     from zeco_train.ops.hgrn.kernels import CUDA as CUDA_HGRN
     from zeco_train.ops.scalar_decay.kernels import launch as cuda
 
@@ -74,6 +79,8 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
         "gated_delta": gated,
         "kda": gated,
         "hgrn": (CUDA_HGRN, CHUNKED_HGRN),
+        "gla": (gla.CUDA, GLA.portable),
+        "gsa": (gsa.CUDA, GSA.portable),
     }
     saving = {operator: _saving_like(*pair) for operator, pair in pairs.items()}
     with_kernels = {
@@ -87,7 +94,12 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
         return mock.patch.object(module, "options_for", lambda *x: dataclasses.replace(plain(*x), programs=1))
 
     # One program walks over all tokens, so the states that it starts from do not depend on their number.
-    with mock.patch.dict(OPERATORS, with_kernels), with_one_program(cuda), with_one_program(delta):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(OPERATORS, with_kernels))
+        # On CPUs it keeps a second tensor.
+        stack.enter_context(mock.patch.object(F, "logsigmoid", lambda x: -F.softplus(-x)))
+        for module in (cuda, delta, gla, gsa):
+            stack.enter_context(with_one_program(module))
         kept = kept_by_token(config, dtype.compute)
     case = case_of(config, *ON_GPU, f"train.dtype={dtype.value}")
     assert kept == case.measured(name).kept.by_token

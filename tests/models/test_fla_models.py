@@ -17,7 +17,8 @@ from models.formats.format_registry import formats_of
 from models.mixer_registry import MIXERS
 from models.mixers.delta_net import DeltaNetConfig
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
-from models.mixers.gla import GLAConfig
+from models.mixers.gla import FeatureMap, GLAConfig
+from models.mixers.gsa import GSAConfig
 from models.mixers.hgrn import HGRNConfig
 from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.kda import KDAConfig
@@ -41,6 +42,7 @@ PARAMETERS = {
     "hgrn2_tiny": 920_448, "hgrn2_340m": 341_148_672, "hgrn2_1b": 1_158_842_368,
     "gated_deltanet_tiny": 995_360, "gated_deltanet_340m": 347_120_124, "gated_deltanet_1b": 1_208_318_896,
     "gated_deltanet_1.3b": 1_387_348_732,
+    "gsa_tiny": 985_472, "gsa_340m": 347_415_552, "gsa_1.3b": 1_376_929_792,
     "delta_net_tiny": 927_744, "delta_net_340m": 341_594_112, "delta_net_1b": 1_159_909_888,
     "kda_tiny": 994_320, "kda_340m": 354_226_368, "kda_1b": 1_180_963_648,
 }  # fmt: skip
@@ -55,6 +57,10 @@ SMALL: dict[str, LanguageModelConfig] = {
     "retnet": RetNetConfig(**WIDTHS, expand_v=1.25, norm_eps=1e-3),
     "hgrn": HGRNConfig(**{**WIDTHS, "num_layers": 3}, expand_ratio=2, norm_eps=1e-3),
     "hgrn2": HGRN2Config(**{**WIDTHS, "num_layers": 3}, norm_eps=1e-3),
+    "gsa": GSAConfig(**WIDTHS, expand_k=0.625, num_slots=7, norm_eps=1e-3),
+    "gsa, groups, relu": GSAConfig(
+        **{**WIDTHS, "num_heads": 6}, num_kv_heads=2, gate_logit_normalizer=2, num_slots=3, feature_map=FeatureMap.relu
+    ),
     "gated_deltanet": GATED,
     "gated_deltanet, no gate, negative eigenvalues": dataclasses.replace(GATED, use_gate=False, allow_neg_eigval=True),
     "gated_deltanet, as many heads of keys": dataclasses.replace(GATED, num_v_heads=None),

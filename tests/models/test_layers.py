@@ -75,14 +75,14 @@ CASES: dict[str, LanguageModelConfig] = {
     "rebased": RebasedConfig(**THREE, feature_dim=5, symmetric=False),
     "rebased symmetric": RebasedConfig(**THREE, feature_dim=5),
     "cosformer": CosformerConfig(**THREE, max_document=2000),
-    **{name: config for name, config in OF_FLA.items() if config.mixer in ("delta_net", "gated_deltanet", "kda")},
+    **{key: each for key, each in OF_FLA.items() if each.mixer in ("delta_net", "gated_deltanet", "kda", "gsa")},
     "mamba2": MAMBA2,
     "mamba2, clamped, no bias": dataclasses.replace(MAMBA2, time_step_limit=(0.3, 0.9), use_conv_bias=False),
     "mamba2, one group": dataclasses.replace(MAMBA2, n_groups=1),
 }
 # Of the fast set; in turn of the slow one; the others are of a campaign.
 QUICK = ["gla", "retnet", "lightning with positions", "hgrn", "hgrn2", "linear relu normalised", "rebased symmetric"]
-QUICK += ["cosformer", "gated_deltanet, no gate, negative eigenvalues", "kda"]
+QUICK += ["cosformer", "gated_deltanet, no gate, negative eigenvalues", "kda", "gsa, groups, relu"]
 SLOW = ["gla, groups, clamped, no gate", "linear elu", "based symmetric", "delta_net, gate, negative eigenvalues"]
 SLOW += ["mamba2, clamped, no bias"]
 
@@ -206,6 +206,27 @@ def gla(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tensor:
     o, name = torch.stack(outputs, 1), "g_norm_swish_gate" if config.use_output_gate else "g_norm"
     o = reference_norm(o, p[f"{name}.weight"], config.norm_eps).flatten(2)
     return (o * F.silu(x @ p["g_proj.weight"].T) if config.use_output_gate else o) @ p["o_proj.weight"].T
+
+
+def gsa(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tensor:
+    """Token by token, as the paper writes it: slots of keys and of values, both of which forget."""
+    forget = (1 / (1 + torch.exp(-(x @ p["f_proj.weight"].T)))) ** (1 / config.gate_logit_normalizer)
+    q, k, v = (x @ p[f"{name}_proj.weight"].T for name in "qkv")
+    q, k = (F.relu(y) if config.feature_map is FeatureMap.relu else y * torch.sigmoid(y) for y in (q, k))
+    heads = config.num_kv_heads or config.num_heads
+    k, v, forget = (
+        y.unflatten(-1, (heads, -1)).repeat_interleave(config.num_heads // heads, 2)
+        for y in (k, v * torch.sigmoid(v), forget)
+    )
+    keys, values, outputs = torch.zeros((), dtype=x.dtype), torch.zeros((), dtype=x.dtype), []
+    by_token = (y.unbind(1) for y in (q.unflatten(-1, (config.num_heads, -1)), k, v, forget[..., None]))
+    for q_t, k_t, v_t, f_t in zip(*by_token, strict=True):
+        keys, values = (f_t * slots + (1 - f_t) * y[..., None, :] for slots, y in ((keys, k_t), (values, v_t)))
+        weights = torch.exp((keys * q_t[..., None, :]).sum(-1, keepdim=True))
+        outputs.append((weights * values).sum(-2) / weights.sum(-2))
+    o = torch.stack(outputs, 1).flatten(2)
+    # The format's own eps, whatever the configuration's.
+    return reference_norm(o * torch.sigmoid(o), p["g_norm.weight"], 1e-5) @ p["o_proj.weight"].T
 
 
 def forget_gates(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tensor:
@@ -342,6 +363,7 @@ def mamba2(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tenso
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "gla": gla,
     **dict.fromkeys(("retnet", "lightning"), fixed_decays),
+    "gsa": gsa,
     **dict.fromkeys(("hgrn", "hgrn2"), forget_gates),
     **dict.fromkeys(WEIGHTS, attention_matrix),
     **dict.fromkeys(("delta_net", "gated_deltanet", "kda"), delta_rules),
@@ -367,7 +389,7 @@ def test_outputs_and_gradients_equal_the_reference(name: str) -> None:
         assert_close(ours, theirs, f"gradient of {leaf}")
 
 
-@pytest.mark.parametrize("name", cases(("retnet", "hgrn2", "cosformer"), (*SLOW, "hgrn", "kda")))
+@pytest.mark.parametrize("name", cases(("retnet", "hgrn2", "cosformer", "gsa"), (*SLOW, "hgrn", "kda")))
 def test_second_shard_and_steps_continue_the_first(name: str) -> None:
     """The states handed over by hand, gradients through them; then token by token from the same states."""
     mixer, x, bounds = build(CASES[name])
@@ -396,7 +418,9 @@ def test_documents_are_independent(name: str) -> None:
         assert_close(packed[:, start:stop], run(mixer, x[:1, start:stop], bounds)[0], f"document at {start}")
 
 
-@pytest.mark.parametrize("name", cases(("retnet", "hgrn2", "linear relu normalised", "based symmetric"), ("hgrn",)))
+@pytest.mark.parametrize(
+    "name", cases(("retnet", "hgrn2", "linear relu normalised", "based symmetric"), ("hgrn", "gsa"))
+)
 def test_bf16_stays_close_to_fp64(name: str) -> None:
     """Decays are neither parameters nor buffers, so casting the model does not round them."""
     rounded, x, bounds = build(CASES[name])
@@ -441,6 +465,9 @@ def test_sequences_of_a_batch_step_at_their_own_positions() -> None:
         ("lightning", "num_heads", 3, "must divide"),
         ("hgrn2", "num_heads", 3, "must divide"),
         ("hgrn2", "expand_ratio", 64, "must be hidden_size / num_heads = 4, or null"),
+        ("gsa", "num_slots", 0, "must be a whole number ≥ 1"),
+        ("gsa", "expand_v", 2.0, "must be 1: the output's norm is as wide as the model"),
+        ("gsa", "num_kv_heads", 2, "must divide num_heads=3: 1, 3"),
         ("rebased", "num_heads", 5, "must divide"),
         ("rebased", "feature_dim", 0, "must be a whole number ≥ 1"),
         ("rebased", "feature_norm_eps", 0.0, "must be finite and > 0"),

@@ -125,6 +125,12 @@ SMALL = {
     "gated, wide values": KernelCase("gated_delta", 66, (1, 1, 2, 24, 272), changes=MANY),
     "delta": KernelCase("delta", 140, (1, 1, 2, 16, 24), changes=MANY),
     "delta, documents": KernelCase("delta", 150, documents=BORDERS, changes=LONG),
+    "gsa, one token": KernelCase("gsa", 1),
+    "gsa, segments and documents": KernelCase("gsa", 130, (1, 2, 2, 5, 7), 3.3, (0, 70, 128), changes=FEW),
+    "gsa, tiles of K and V": KernelCase("gsa", 200, (2, 1, 1, 40, 48), changes=FEW),
+    "gsa, strong decays": KernelCase("gsa", 130, rate=50.0),
+    "gsa, the strongest reset": KernelCase("gsa", 150, reset=-3e38),
+    "gsa, a document starts the rank": KernelCase("gsa", 200, documents=(0, 64), before=0),
     # With steps of 4 tokens and runs of 8 under the interpreter, of 16 and 64 on a GPU: several of all.
     "hgrn, several runs": KernelCase("hgrn", 13, (2, 1, 1, 35, 1), 50.0),
     "hgrn, many runs": KernelCase("hgrn", 45, (1, 1, 1, 3, 1), 0.5),
@@ -146,7 +152,7 @@ SMALL = {
 QUICK = {
     "decays": [
         *("gla, segments and documents", "scalar, two groups", "fixed", "scalar, by chunks", "fixed, by tiles of keys"),
-        "scalar, by pairs",
+        *("scalar, by pairs", "gsa, segments and documents"),
     ],
     "delta rules": ["kda, documents", "gated, groups, batches"],
     "elementwise": [

@@ -1,4 +1,4 @@
-"""Operators against code that is not this project's: HGRN's and its digits, transformers' rule for Qwen3-Next."""
+"""Operators against code that is not this project's: HGRN's, GSA's, transformers' rule for Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.distributed import on_ranks
+from tests.support.fla_reference import use_fp64
 from tests.support.operator_cases import expected, make, operands_of, sharded
+from tests.support.sp_reference import build_scans
 from tests.support.transformers_alone import in_transformers
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
@@ -53,6 +56,54 @@ def test_hgrn_equals_fla() -> None:
     assert carry is not None
     torch.testing.assert_close(found.flatten(2), o, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(carry.flatten(1), end, rtol=1e-5, atol=1e-5)
+
+
+# Borders of the ranks, by their number.
+EDGES = {1: (0, 70), 2: (0, 69, 70), 3: (0, 5, 6, 70), 4: (0, 33, 34, 66, 70)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 2, 4))])
+@on_ranks()
+def test_gated_slot_attention_and_gradients_equal_fla(rank: int, world_size: int) -> None:
+    """Both passes, the softmax between them and both states, over ranks; theirs is the plain recurrence."""
+    from fla.ops.gsa.naive import naive_recurrent_gsa
+
+    bounds = EDGES[world_size]
+    tokens = slice(*bounds[rank : rank + 2])
+    values, generator = make("gsa", bounds[-1], B=2, H=3), torch.Generator().manual_seed(0)
+    leaves = {name: values[name] for name in ("q", "k", "s", "g")}
+    of_tokens, of_states = [*leaves["k"].shape[:3], 4], [*values["carry_in"].shape[:3], 4]
+    leaves["v"], do, value_state, dvalues = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in (of_tokens, of_tokens, of_states, of_states)
+    )
+    ends, states = (do, values["dcarry_out"], dvalues), (values["carry_in"], value_state)
+
+    whole = [x.clone().requires_grad_() for x in (*leaves.values(), *states)]
+    q, k, s, g, v, *before = whole
+    with pytest.MonkeyPatch.context() as patch:
+        use_fp64(patch)
+        o, after = naive_recurrent_gsa(q, k, v, s, g, 0.7, (before[0].mT, before[1]), True)
+        wanted = [o, after[0].mT, after[1], *torch.autograd.grad([o, after[0].mT, after[1]], whole, ends)]
+
+    (scan,) = build_scans(tuple(range(world_size)), "two_shot").values()
+    own = [x[:, tokens].clone().requires_grad_() for x in leaves.values()]
+    own += [x.clone().requires_grad_() for x in states]
+    q, k, s, g, v, *before = own
+    position = SequencePosition(bounds, rank, exchange=scan)
+    scores, keys = mix("gsa", [q, k, s, g], position, scale=0.7, carry_in=before[0], want_carry=True)
+    operands = [scores.softmax(-1), s, v, g]
+    o, values_end = mix("gla", operands, position, scale=1.0, carry_in=before[1], want_carry=True)
+    outputs = [o, keys, values_end]
+    found = [*outputs, *torch.autograd.grad(outputs, own, [ends[0][:, tokens], *ends[1:]])]  # type: ignore[arg-type]
+    scan.drain()
+    names = ("o", "keys", "values", *(f"d{name}" for name in leaves), "dkeys", "dvalues")
+    for name, x, y in zip(names, found, wanted, strict=True):
+        assert x is not None
+        y = y if x.shape == y.shape else y[:, tokens]
+        # fp64: sums of 70 tokens in another order.
+        assert (x - y).norm() <= 1e-12 * max(1.0, float(y.norm())), name
 
 
 # Importing transformers' model takes 8 s of CPU time.

@@ -51,6 +51,7 @@ SERVED = [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)]
 TABLE = {
     "hgrn": SERVED,
     "gla": [*SERVED, (512, 1088, BF16, FP32, True), (513, 64, BF16, FP32, False)],
+    "gsa": [*CASES, *OF_WIDE, *((*case, case[1] <= 512) for case in WIDE_HEADS), (513, 64, BF16, FP32, False)],
     "short_conv": CASES,
     "unmasked": [(*case[:4], False) for case in CASES],
     **{name: [*CASES, *OF_WIDE, *((*case, case[:2] == (256, 512)) for case in WIDE_HEADS)] for name in LIMITED},

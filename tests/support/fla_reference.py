@@ -44,24 +44,29 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_decay_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make fla's RetNet, HGRN and HGRN2 compute without Triton, in fp32, for up to 64 tokens at once."""
+    """Make fla's RetNet, HGRN, HGRN2 and GSA compute without Triton, in fp32, for up to 64 tokens at once."""
     use_references(monkeypatch)
-    hgrn, hgrn2, retention, rotary, norm, naive, gla, of_hgrn = (
+    hgrn, hgrn2, gsa, retention, rotary, norm, naive, gla, of_hgrn, of_gsa = (
         importlib.import_module(f"fla.{name}")
         for name in (
             "layers.hgrn",
             "layers.hgrn2",
+            "layers.gsa",
             "layers.multiscale_retention",
             "modules.rotary.ops",
             "modules.norm.layernorm",
             "ops.retention.naive",
             "ops.gla.naive",
             "ops.hgrn.naive",
+            "ops.gsa.naive",
         )
     )
 
     def recurrent_hgrn(x: Tensor, g: Tensor, **_: Any) -> tuple[Tensor, None]:
         return of_hgrn.naive_recurrent_hgrn(x, g)[0], None
+
+    def recurrent_gsa(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor, scale: float, **_: Any) -> Any:
+        return of_gsa.naive_recurrent_gsa(q, k, v, s, g, scale)
 
     def recurrent_retention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, None]:
         return naive.naive_retention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2), None
@@ -83,6 +88,9 @@ def use_decay_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hgrn, "swiglu", lambda x, y: F.silu(x) * y)
     monkeypatch.setattr(hgrn2, "fused_recurrent_gla", recurrent_gla)
     monkeypatch.setattr(hgrn2, "rms_norm_linear", norm_linear)
+    monkeypatch.setattr(gsa, "rms_norm_linear", norm_linear)
+    monkeypatch.setattr(gsa, "fused_recurrent_gsa", recurrent_gsa)
+    monkeypatch.setattr(importlib.import_module("fla.modules.feature_map"), "swish", F.silu)
     monkeypatch.setattr(hgrn2, "swish", F.silu)
 
 
@@ -147,13 +155,14 @@ def use_delta_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make fla's RetNet, HGRN and HGRN2, with their references, compute in fp64 what they compute in fp32 in any model.
+    """Make fla's RetNet, HGRN, HGRN2 and GSA, with their references, compute in fp64 what is fp32 in any model.
 
     That is the operators, the angles and the lower bounds. For a short time: `Tensor.float` is replaced.
     """
     wide = types.ModuleType("torch")
     vars(wide).update({**vars(torch), "float": torch.float64, "float32": torch.float64})
-    models, operators = ("models.hgrn.modeling_hgrn", "models.hgrn2.modeling_hgrn2"), ("retention", "gla", "hgrn")
-    for name in (*models, "modules.rotary.ops", *(f"ops.{operator}.naive" for operator in operators)):
+    models = "models.hgrn.modeling_hgrn", "models.hgrn2.modeling_hgrn2"
+    operators = (f"ops.{operator}.naive" for operator in ("retention", "gla", "hgrn", "gsa"))
+    for name in (*models, "modules.rotary.ops", *operators):
         monkeypatch.setattr(importlib.import_module(f"fla.{name}"), "torch", wide)
     monkeypatch.setattr(Tensor, "float", Tensor.double)

@@ -141,6 +141,31 @@ def naive_hgrn(
     return torch.stack(o, dim=1).to(x.dtype), h[..., None]
 
 
+def naive_gsa(
+    q: Tensor,
+    k: Tensor,
+    s: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    doc_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = Diag(exp(g_t)) S_{t−1} + s_t k_tᵀ,    o_t = scale · S_t q_t (arXiv 2409.07146); states are [B, H, K, V]."""
+    OPERATORS["gsa"].check((q, k, s, g), doc_ids)
+    dtype, scale = accumulation_dtype(s.dtype), q.shape[-1] ** -0.5 if scale is None else scale
+    zero = torch.zeros(*s.shape[:1], *s.shape[2:], q.shape[-1], dtype=dtype, device=s.device)
+    if initial_state is not None:
+        check_state(initial_state, "initial_state", zero.shape)
+    state = zero if initial_state is None else initial_state.to(dtype)
+    restarts = [False] * s.shape[1] if doc_ids is None else find_restarts(doc_ids).tolist()
+    o, by_token = [], (x.to(dtype).unbind(1) for x in (q, k, s, g.exp()))
+    for q_t, k_t, s_t, decay_t, restart in zip(*by_token, restarts, strict=True):
+        state = (0 if restart else decay_t[..., None] * state) + s_t[..., None] * k_t[..., None, :]
+        o.append(scale * (state * q_t[..., None, :]).sum(-1))
+    return torch.stack(o, dim=1).to(s.dtype), state
+
+
 naive_gla = partial(_affine, "gla")
 
 
@@ -148,7 +173,7 @@ def naive_of(operator: Operator) -> Recurrence:
     """The recurrence of an operator, of other passes or names of operands too."""
     known = OPERATORS.items()
     name = next(name for name, x in known if (x.one_token, x.dims) == (operator.one_token, operator.dims))
-    others = {"short_conv": naive_short_conv, "unmasked": naive_unmasked, "hgrn": naive_hgrn}
+    others = {"short_conv": naive_short_conv, "unmasked": naive_unmasked, "hgrn": naive_hgrn, "gsa": naive_gsa}
     return others.get(name, partial(_affine, name))
 
 

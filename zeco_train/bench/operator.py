@@ -218,6 +218,8 @@ def peer_attention(shape: Shape, session: Session) -> Attention:
     if shape.num_groups != shape.heads:
         raise ConfigError("variants", "fla", f"has as many heads of q and k as of v; not groups={shape.groups}")
     operator = OPERATORS[shape.operator]
+    if not operator.peers:
+        raise ConfigError("variants", "fla", f"has no function for {shape.operator} alone")
     peer = next(peer for peer in operator.peers if peer.decay == shape.decay)
     function = partial(getattr(session.import_fla(peer.module), peer.function), **dict(peer.options))
     has_tokens = ["T" in dims for dims in operator.dims]

@@ -109,8 +109,10 @@ SCAN_VARIANTS = (
 )
 OPERATOR_VARIANTS = ("dp", "copy", *SHARING, "fla")
 MODEL_VARIANTS = ("dp", PRODUCTS, *SHARING, "fla", f"fla:{NO_OPTIMIZER}")
-# Operators of case `operator`.
-BENCHED = tuple(name for name, operator in OPERATORS.items() if operator.peers)
+# Operators of case `operator`: those whose operands have sizes of `Shape` only, and do not read the whole sequence.
+BENCHED = tuple(
+    name for name, each in OPERATORS.items() if {*"".join(each.dims)} <= {*"BTGHKV"} and not each.reads_whole
+)
 
 
 def parse_variants(names: Sequence[str], *kinds: str, of_model: bool = False) -> list[Variant]:

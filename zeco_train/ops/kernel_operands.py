@@ -36,17 +36,18 @@ def sum_heads(grads: Tensor, groups: int) -> Tensor:
     return grads if grads.shape[2] == groups else grads.unflatten(2, (groups, -1)).sum(3)
 
 
-def with_padded_heads(passes: Passes) -> Passes:
+def with_padded_heads(passes: Passes, values: Sequence[int] = (2,), output: int = 2) -> Passes:
     """The same passes for head dims of any size: K and V are padded with zeros to multiples of 16 where necessary.
 
-    Operands are q, k, v first; those of four dimensions but v are [..., K]. `needs_incoming` must be False.
+    Of the operands of four dimensions those at the positions `values` are [..., V], all others [..., K]; outputs are as
+    wide as the operand at `output`. `needs_incoming` must be False.
     """
     assert not passes.needs_incoming
 
     def forward(operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> ForwardPass:
-        if not _is_odd(operands):
+        if not _is_odd(operands, values):
             return passes.forward(operands, scale, doc_ids)
-        return _PaddedForward(operands, scale, doc_ids, passes)
+        return _PaddedForward(operands, scale, doc_ids, passes, values, operands[output].shape[-1])
 
     def backward(
         operands: Sequence[Tensor],
@@ -56,12 +57,12 @@ def with_padded_heads(passes: Passes) -> Passes:
         scale: float,
         doc_ids: Tensor | None,
     ) -> BackwardPass:
-        if not _is_odd(operands) or do.shape != operands[2].shape:
+        if not _is_odd(operands, values) or do.shape != operands[output].shape:
             return passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
-        return _PaddedBackward(operands, do, saved, incoming_state, scale, doc_ids, passes)
+        return _PaddedBackward(operands, do, saved, incoming_state, scale, doc_ids, passes, values)
 
     def saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if not _is_odd(operands):
+        if not _is_odd(operands, values):
             return passes.saved_like(operands)
         padded = [x.new_empty((*x.shape[:-1], _aligned(x))) if x.dim() == 4 else x for x in operands]
         return _cut_replaced(passes, operands, passes.saved_like(padded))
@@ -72,12 +73,14 @@ def with_padded_heads(passes: Passes) -> Passes:
 @dataclass(eq=False)
 class _PaddedForward(ForwardBase):
     passes: Passes
+    values: Sequence[int]
+    width: int  # of the outputs
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._operands = operands
         self._inner = self.passes.forward(_padded(operands), self.scale, self.doc_ids)
-        self._K, self._V = operands[0].shape[-1], operands[2].shape[-1]
-        self.state = self._inner.state[..., : self._K, : self._V].contiguous()
+        self._K, V = _head_dims(operands, self.values)
+        self.state = self._inner.state[..., : self._K, :V].contiguous()
 
     @property
     def transition(self) -> Tensor:
@@ -89,7 +92,7 @@ class _PaddedForward(ForwardBase):
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self.state.shape)
-        o = _resized(self._inner.outputs(_pad_state(incoming_state)), self._V)
+        o = _resized(self._inner.outputs(_pad_state(incoming_state)), self.width)
         self.saved = _cut_replaced(self.passes, self._operands, self._inner.saved)
         return o
 
@@ -97,13 +100,14 @@ class _PaddedForward(ForwardBase):
 @dataclass(eq=False)
 class _PaddedBackward(BackwardBase):
     passes: Passes
+    values: Sequence[int]
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._operands = operands
         self._inner = self.passes.backward(
             _padded(operands), _resized(self.do, _aligned(self.do)), self.saved, None, self.scale, self.doc_ids
         )
-        K, V = operands[0].shape[-1], operands[2].shape[-1]
+        K, V = _head_dims(operands, self.values)
         self.state_grad = self._inner.state_grad[..., :K, :V].contiguous()
 
     def overlap(self) -> None:
@@ -112,7 +116,7 @@ class _PaddedBackward(BackwardBase):
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         if isinstance(self._inner, BackwardBase):
-            self._inner.unpadded = self._operands[0].shape[-1]
+            self._inner.unpadded, _ = _head_dims(self._operands, self.values)
         grads = self._inner.operand_grads(_pad_state(incoming_grad))
         return tuple(
             grad if grad.shape == x.shape else _resized(grad, x.shape[-1])
@@ -120,13 +124,18 @@ class _PaddedBackward(BackwardBase):
         )
 
 
-def _is_odd(operands: Sequence[Tensor]) -> bool:
-    of_heads = [x for x in operands if x.dim() == 4]
-    if not any(x.shape[-1] % _ALIGNMENT for x in of_heads):
+def _head_dims(operands: Sequence[Tensor], values: Sequence[int]) -> tuple[int, int]:
+    K = next(x.shape[-1] for position, x in enumerate(operands) if position not in values)
+    return K, operands[values[0]].shape[-1]
+
+
+def _is_odd(operands: Sequence[Tensor], values: Sequence[int]) -> bool:
+    of_heads = [(x.shape[-1], position in values) for position, x in enumerate(operands) if x.dim() == 4]
+    if not any(dim % _ALIGNMENT for dim, _ in of_heads):
         return False
     # Not if head dims do not fit each other, which the passes then refuse.
-    K, V = operands[0].shape[-1], operands[2].shape[-1]
-    return len(of_heads) > 2 and all(x is operands[2] or x.shape[-1] == K for x in of_heads) and K > 0 and V > 0
+    K, V = _head_dims(operands, values)
+    return len(of_heads) > 2 and all(dim == (V if is_value else K) for dim, is_value in of_heads) and K > 0 and V > 0
 
 
 def _pad_state(x: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ class Operator:
     # On an H200 in bf16, and on a CPU core in PyTorch and fp32; for None the planner takes the default operator's.
     time: OperatorTime | None = None
     cpu_time: OperatorTime | None = None
-    peers: tuple[PeerFunction, ...] = ()  # none: `bench operator` does not measure it
+    peers: tuple[PeerFunction, ...] = ()  # none: `bench operator` measures it alone
 
     def select(self, operands: Sequence[Tensor], target: Target | None = None) -> Passes:
         """The implementation that serves a call: the only place that chooses by device, shapes and dtypes.

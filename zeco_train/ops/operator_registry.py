@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.gla import GLA
+from zeco_train.ops.gsa import GSA
 from zeco_train.ops.hgrn import HGRN
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.short_conv import SHORT_CONV
@@ -19,6 +20,7 @@ OPERATORS = {
     "gated_delta": GATED_DELTA,
     "kda": KDA,
     "hgrn": HGRN,
+    "gsa": GSA,
 }
 
 # What `verify` and `bench` take unless another is named.

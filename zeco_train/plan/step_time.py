@@ -75,9 +75,12 @@ def plan_step(case: PlannedCase) -> StepTime:
 
 
 def operator_seconds(case: PlannedCase, block: BlockSpec) -> tuple[float, float]:
-    """Forward and backward seconds of one layer's operator in a pass of a step; softmax has none."""
-    if not block.state_shapes:
-        return 0.0, 0.0
+    """Forward and backward seconds of one layer's operators in a pass of a step; softmax has none."""
+    found = [_operator_seconds(case, scan) for scan in block.scans]
+    return sum(forward for forward, _ in found), sum(backward for _, backward in found)
+
+
+def _operator_seconds(case: PlannedCase, block: BlockSpec) -> tuple[float, float]:
     dtype, (heads, key_dim, value_dim) = case.config.train.dtype, block.state_shape
     measured = known.operator_time(block.operators[-1], case.machine.is_cpu)
     seconds = measured.seconds

@@ -33,7 +33,7 @@ class Scans:
 
 
 def count_scans(case: PlannedCase) -> Scans:
-    """Count the scans of a step: one per layer with a state, pass and direction; replays need none."""
+    """Count the scans of a step: one per operator with a state, pass and direction; replays need none."""
     layers = sum(block.count for block in scanning_blocks(case))
     passes = layers * case.passes
     # A carry goes forward from each segment but the last, and its gradient back from each.
@@ -45,8 +45,8 @@ def count_scans(case: PlannedCase) -> Scans:
 
 
 def scanning_blocks(case: PlannedCase) -> list[BlockSpec]:
-    """Kinds of blocks that exchange states, which softmax layers do not."""
-    return [block for block in case.spec.blocks.values() if block.state_shapes]
+    """Kinds of blocks that exchange states, once for each operator (`BlockSpec.scans`); softmax layers do not."""
+    return [scan for block in case.spec.blocks.values() for scan in block.scans]
 
 
 def costs_of(case: PlannedCase, scans: Sequence[ScanSpec], load: Load) -> Costs:
@@ -81,9 +81,8 @@ def scan_choice(case: PlannedCase, block: BlockSpec | None = None) -> ScanChoice
 
 def load_of(case: PlannedCase, block: BlockSpec | None = None) -> Load:
     """The size of a scan of a block's states; of the largest state of the model, if none is given."""
-    of_model = max(case.spec.blocks.values(), key=lambda each: math.prod(each.state_shape) if each.state_shapes else 0)
-    block = block or of_model
-    return _load(case, block.state_shape if block.state_shapes else (0, 0, 0), matrices=block.scans_matrices)
+    block = block or max(scanning_blocks(case), key=lambda each: math.prod(each.state_shape), default=None)
+    return _load(case, (0, 0, 0)) if block is None else _load(case, block.state_shape, matrices=block.scans_matrices)
 
 
 def _load(case: PlannedCase, shape: tuple[int, ...], *, matrices: bool = False) -> Load:

@@ -144,7 +144,7 @@ def _alone() -> Ranks:
 _DTYPES = torch.bfloat16, torch.float32, torch.float64
 _RESULT = "tuple[Tensor, Tensor | None]"
 _OPTIONS: Mapping[str, tuple[str, Any, str]] = {
-    "scale": ("float | None", None, "factor of the outputs; None is K^-1/2."),
+    "scale": ("float | None", None, "factor of the outputs; None is q.shape[-1] ** -0.5."),
     "window": ("int | None", None, "keys that a query reads at most, itself among them; None: no limit."),
     "initial_state": (
         "Tensor | None",

@@ -80,7 +80,8 @@ _WIDTHS = GLAConfig(
 )
 # What a mixer needs besides: two heads of Mamba-2 share keys and queries.
 _OWN: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 6, "head_dim": 8, "n_groups": 3, "state_size": 5, "intermediate_size": 0}
+    "mamba2": {"num_heads": 6, "head_dim": 8, "n_groups": 3, "state_size": 5, "intermediate_size": 0},
+    "gsa": {"expand_v": 1.0, "num_slots": 7},
 }
 _ATTN = AttnConfig(every=2, num_heads=4, num_kv_heads=2, head_dim=6, qk_norm=True, gate=True)
 

@@ -112,7 +112,7 @@ LARGE = {
     **{name: replace(case, changes=()) if "chunk" in dict(case.changes) else case for name, case in SMALL.items()},
     **{
         f"{name}, {what}": KernelCase(name, tokens, sizes, *rest)
-        for name in ("gla", "scalar_decay", "fixed_decay", *DELTA)
+        for name in ("gla", "gsa", "scalar_decay", "fixed_decay", *DELTA)
         for what, (tokens, sizes, *rest) in WIDE.items()
     },
     "gla, the widest heads of all": KernelCase("gla", 1500, (1, 2, 2, 256, 512)),
@@ -134,7 +134,7 @@ def test_kernels_match_fp64_on_gpu(name: str, dtype: torch.dtype) -> None:
     assert wrong(name, LARGE[name], dtype, torch.device("cuda")) == {}
 
 
-@pytest.mark.parametrize("name", ["gla", "scalar_decay", *DELTA, "hgrn", "short_conv"])
+@pytest.mark.parametrize("name", ["gla", "gsa", "scalar_decay", *DELTA, "hgrn", "short_conv"])
 def test_kernels_do_not_synchronise_and_are_deterministic(name: str) -> None:
     """Neither pass synchronises the host, also with documents; repetitions are bit-identical."""
     sizes = {"gla": (1, 4, 4, 128, 64), "hgrn": (1, 4, 4, 64, 1), "short_conv": (1, 4, 256)}

@@ -48,6 +48,9 @@ COMPILED = {
     "delta, sm_90, fp32": (90, torch.float32, KernelCase("delta", 512, (1, 2, 2, 128, 128)), 5),
     "gated, sm_80": (80, torch.bfloat16, KernelCase("gated_delta", 512, (1, 1, 2, 128, 128), 0.2, (0, 70)), 6),
     "gated, sm_80, wide keys": (80, torch.bfloat16, KernelCase("gated_delta", 512, (1, 2, 2, 256, 256)), 6),
+    "gsa, sm_90": (90, torch.bfloat16, KernelCase("gsa", 512, (1, 2, 2, 64, 512), 0.2, (0, 70)), 8),
+    "gsa, sm_90, fp32": (90, torch.float32, KernelCase("gsa", 512, (1, 2, 2, 128, 64)), 8),
+    "gsa, sm_80": (80, torch.bfloat16, KernelCase("gsa", 512, (1, 2, 2, 64, 512), 0.2, (0, 70)), 8),
     "hgrn, sm_90": (90, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
     "hgrn, sm_80": (80, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
 }

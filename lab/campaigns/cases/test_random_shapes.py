@@ -16,7 +16,7 @@ from zeco_train.ops.operator import Target, assume
 
 pytestmark = [pytest.mark.campaign, pytest.mark.numeric]
 
-WITH_KERNELS = ("gla", "scalar_decay", "fixed_decay", *DELTA)
+WITH_KERNELS = ("gla", "gsa", "scalar_decay", "fixed_decay", *DELTA)
 # Narrower than a tile, just beside one, and of more tiles than one; the last two take longer.
 PAIRS = [(64, 8), (40, 8), (1, 1), (5, 72), (33, 20), (16, 4), (72, 5), (24, 40), (130, 17), (65, 140)]
 LENGTHS = (129, 130, 150, 192, 193)
@@ -54,7 +54,7 @@ def test_kernels_match_fp64_at_random_shapes(cases: list[Case], monkeypatch: pyt
 
 def test_cases_are_of_every_kind() -> None:
     cases = [case for cases in CASES.values() for case in cases]
-    assert len(cases) == 120
+    assert len(cases) == 140
     assert {case.dtype for case in cases} == {"bf16", "fp32"}
     assert min(case.T for case in cases) > 128
     assert any(case.documents for case in cases)

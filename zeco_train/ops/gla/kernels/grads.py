@@ -54,7 +54,7 @@ def _sum_tokens(which, x, PARTS: tl.constexpr):
 
 
 @jit
-def _load_states(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
+def load_states(states, index, K, V, first_key, first_value, BK: tl.constexpr, BV: tl.constexpr):
     """A [BV, BK] tile of number `index` in [.., V, K]."""
     keys = first_key + tl.arange(0, BK)
     values = first_value + tl.arange(0, BV)
@@ -80,8 +80,8 @@ def _of_values(
     for first_value in range(0, V, BV):
         output_grads = load_tile(do, start, T, H, V, first_value, C, BV)
         values = load_tile(v, start, T, H, V, first_value, C, BV)
-        state = _load_states(states, index, K, V, first_key, first_value, BK, BV)
-        state_grad = _load_states(state_grads, index, K, V, first_key, first_value, BK, BV)
+        state = load_states(states, index, K, V, first_key, first_value, BK, BV)
+        state_grad = load_states(state_grads, index, K, V, first_key, first_value, BK, BV)
         if SUMMED:
             boundary += tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=0)[None, :]
         else:

@@ -232,13 +232,18 @@ class GlaKernels(SegmentKernels):
         return segments
 
     def outputs(
-        self, operands: WalkOperands, y: Tensor, scores: Tensor, segments: Segments, *, states: Tensor | None = None
+        self,
+        operands: WalkOperands,
+        y: Tensor,
+        scores: Tensor,
+        segments: Segments,
+        *,
+        states: Tensor | None = None,
+        reverse: bool = False,
     ) -> Tensor:
-        """o, [B, T, H, V], from the true states that segments start from; with `states` dv, and X' of the chunks."""
+        """o, [B, T, H, V], from the true states that segments start from; in reverse dv. Writes X of the chunks."""
         o = torch.empty_like(y)
-        self._walk(
-            operands, y, segments, self.tuning.walk, scores=scores, o=o, states=states, reverse=states is not None
-        )
+        self._walk(operands, y, segments, self.tuning.walk, scores=scores, o=o, states=states, reverse=reverse)
         return o
 
     def states(self, operands: WalkOperands, v: Tensor, segments: Segments) -> Tensor:
@@ -336,7 +341,9 @@ class _GlaKernelForward(ForwardBase):
         return self._launcher.outputs(self._operands, self._v, self._scores, self._segments)
 
 
-class _GlaKernelBackward(BackwardBase):
+class GlaKernelBackward(BackwardBase):
+    """The backward pass; its parts are in order also where the operands have other roles."""
+
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
@@ -353,7 +360,8 @@ class _GlaKernelBackward(BackwardBase):
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
         grads = self._launcher.new_states()
-        dv = self._launcher.outputs(self._operands, self._do, self._scores, self._segments, states=grads)
+        of_walk = self._operands, self._do, self._scores, self._segments
+        dv = self._launcher.outputs(*of_walk, states=grads, reverse=True)
         inputs = self._q, self._k, self._v, self._b, self._do
         dq, dk, dg = self._launcher.grads(*inputs, self._operands, self._states, grads)
         return dq, dk, dv, dg
@@ -368,6 +376,4 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return b, *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts
 
 
-CUDA = with_padded_heads(
-    Passes(_GlaKernelForward, _GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False)
-)
+CUDA = with_padded_heads(Passes(_GlaKernelForward, GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False))
