@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeco_train.attach.forward import AttachError, Checkpoint, Frame, Layer, Pass, current, pop, push
+from zeco_train.attach.audit import audit_modules
+from zeco_train.attach.inline import inline_of
 from zeco_train.attach.layers import MIXING_MODULES, find_layers, forward_of, names_of
 from zeco_train.attach.linear import ANSWERS
 from zeco_train.attach.losses import LOSSES, check_labels, check_losses
 from zeco_train.attach.pieces import POSITION, Documents, cut
-from zeco_train.attach.softmax import IMPLEMENTATION, register
+from zeco_train.attach.softmax import IMPLEMENTATION, SOFTMAX, register
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.method_registry import AttentionChoice
 from zeco_train.sp.backend_registry import SPConfig
@@ -97,6 +100,7 @@ class Attached:
         self.group, self.rank, self.size = self._over.group, self._over.rank, self._over.size
         self._undo: list[Callable[[], None]] = []
         self._thread = threading.local()
+        self._is_random = any(map(_is_random, model.modules()))
         self._settings: list[tuple[Any, str, Any]] = []
         self._attach()
 
@@ -146,6 +150,14 @@ class Attached:
         while self._undo:
             self._undo.pop()()
 
+    def audit(self, batch: Mapping[str, Any]) -> list[str]:
+        """The modules that mix tokens and are not attached, by name and class; none means that the model is exact.
+
+        On the first row and at most 61 tokens of a batch of whole sequences, on this rank alone, without gradients.
+        """
+        with self.off():
+            return audit_modules(self.model, batch, [layer.module for layer in self.attached])
+
     @property
     def _is_off(self) -> bool:
         return getattr(self._thread, "is_off", False)
@@ -163,8 +175,9 @@ class Attached:
         handled = {layer.module for layer in self.attached}
         for layer in self.attached:
             self._hook(layer.module, _entering(self, layer), _leaving(self, layer))
-            if layer.kind == "linear":
-                self._redirect(layer.module, ANSWERS, in_layer=True)
+            self._redirect(layer.module, ANSWERS | SOFTMAX, in_layer=True)
+            if (replacement := inline_of(layer)) is not None:
+                self._replace(layer.module, replacement)
         for module in self.model.modules():
             self._redirect(module, LOSSES, in_layer=False)
             if isinstance(module, MIXING_MODULES) and module not in handled:
@@ -190,8 +203,20 @@ class Attached:
     def _redirect(self, module: nn.Module, answers: Mapping[str, Callable[..., Any]], *, in_layer: bool) -> None:
         function = forward_of(module)
         space = getattr(function, "__globals__", {})
-        for name in {*getattr(getattr(function, "__code__", None), "co_names", ())} & answers.keys() & space.keys():
+        for name in names_of(module) & answers.keys() & space.keys():
             self._undo.append(_install(space, name, answers[name], in_layer))
+
+    def _replace(self, module: nn.Module, replacement: Callable[..., Any]) -> None:
+        # Bound to the module, and so by a deep copy to its copy.
+        def forward(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            frame = current()
+            if frame is None or frame.layer is None:
+                return type(own).forward(own, *args, **kwargs)
+            frame.layer.calls += 1
+            return replacement(frame, own, *args, **kwargs)
+
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        self._undo.append(lambda: vars(module).pop("forward"))
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Before the model's own forward function: the pass begins.
@@ -207,15 +232,21 @@ class Attached:
         tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         self._check_position(position, tokens)
         check_labels(self._root, self._names, kwargs)
+        positions = kwargs.get("position_ids")
         if "position_ids" not in self._parameters:
             kwargs.pop("position_ids", None)
         self._wrap_checkpoints()
-        push(Frame(Pass(position, self._over, kwargs.pop("attention_mask", None))))
+        state = _draw_apart(tokens, self.rank) if self.model.training and self._is_random else None
+        push(Frame(Pass(position, self._over, positions, kwargs.pop("attention_mask", None), state)))
         return args, kwargs
 
     def _leave(self, *_: Any) -> None:
-        if (frame := current()) is not None and not self._is_off and frame.of.over is self._over:
-            pop(within=frame.of)
+        frame = current()
+        if frame is None or self._is_off or frame.of.over is not self._over:
+            return
+        pop(within=frame.of)
+        for generator, state in frame.of.random_state or ():
+            generator.set_state(state)
 
     def _check_position(self, position: Any, tokens: Any) -> None:
         if tokens is None or tokens.shape[1] != position.num_tokens:
@@ -233,6 +264,26 @@ class Attached:
                 if callable(function) and not isinstance(function, Checkpoint):
                     setattr(module, name, Checkpoint(function))
                     self._undo.append(lambda module=module, name=name, function=function: setattr(module, name, function))
+
+
+# Ranks whose generators are alike would drop the same places of different tokens. The numbers after the pass are those
+# that would have come without it, less one, so generators stay alike where they were.
+def _draw_apart(tokens: torch.Tensor, rank: int) -> list[tuple[torch.Generator, torch.Tensor]]:
+    generators = [torch.default_generator]
+    if tokens.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[tokens.device.index])
+    seed = int(torch.randint(1 << 62, ()))
+    states = [(generator, generator.get_state()) for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed + rank)
+    return states
+
+
+def _is_random(module: nn.Module) -> bool:
+    # Dropout and noise, in a module's own settings or its dropout's.
+    own = {name: value for name, value in vars(module).items() if isinstance(value, float) and value > 0}
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and "p" in own
+    return is_dropout or any("dropout" in name or "jitter" in name for name in own)
 
 
 def _language_model(model: nn.Module) -> nn.Module:
@@ -324,7 +375,9 @@ def _dispatcher(
         try:
             signature.bind(frame, *args, **kwargs)
         except TypeError as error:
-            raise AttachError(f"{frame.layer or ''}: {name}: {error}") from error
+            raise AttachError(f"{frame.layer or name}: {error}") from error
+        if frame.layer is not None:
+            frame.layer.calls += 1
         return answer(frame, *args, **kwargs)
 
     return dispatch

@@ -38,8 +38,10 @@ class Pass:
 
     position: SequencePosition  # of the rank's tokens, as it came with the batch
     over: GroupExchange
-    # [B, T] bool on the tokens' device: those that are no padding; None: all.
-    tokens: Tensor | None = None
+    positions: Tensor | None  # [B, T] int64, of the tokens in their documents
+    # [B, T] bool: those that are no padding; None: all.
+    tokens: Tensor | None
+    random_state: Any  # of the generators before the pass, if it draws numbers of its own
     _on_devices: dict[tuple[torch.device, int], SequencePosition] = field(default_factory=dict)
 
     def position_on(self, x: Tensor, exchange: Exchange) -> SequencePosition:
@@ -49,6 +51,13 @@ class Pass:
             known = next((found for (device, _), found in self._on_devices.items() if device == x.device), None)
             self._on_devices[key] = (known or self.position).over(exchange).on(x)
         return self._on_devices[key]
+
+
+    def positions_of(self, x: Tensor) -> Tensor:
+        """`positions` on the device of x."""
+        if self.positions is None:
+            raise AttachError("position_ids: missing; `shard` gives them")
+        return self.positions.to(x.device)
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,7 @@ class Frame:
         return StateInput(None if self.replay is None else next(self.replay))
 
     def received(self, state: StateOutput) -> None:
-        """Count a call of the layer, and keep a state for recomputation."""
-        if self.layer is not None:
-            self.layer.calls += 1
+        """Keep a state for recomputation."""
         if self.keep is not None:
             self.keep.append(state.received)
 
@@ -87,7 +94,7 @@ class Layer:
     name: str
     module: nn.Module
     kind: str  # `linear` or `softmax`
-    calls: int = 0  # that were answered in its present forward pass
+    calls: int = 0  # that were answered; of a frame's own copy
 
     def __str__(self) -> str:
         return f"{self.name} ({type(self.module).__name__})"

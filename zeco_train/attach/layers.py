@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from zeco_train.attach.forward import AttachError, Layer
+from zeco_train.attach.inline import inline_of
 from zeco_train.attach.linear import ANSWERS
+from zeco_train.attach.softmax import SOFTMAX
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Of one token after a cache, which an attached model has none of.
@@ -70,24 +72,24 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """The layers to attach. Raises AttachError for one that mixes tokens in a way that is not known, or if none does."""
     found = []
     for name, module in model.named_modules():
-        own = {*getattr(forward_of(module), "__code__", _names.__code__).co_names}
-        layer = Layer(name, module, "softmax" if REGISTRY in own else "linear")
-        if REGISTRY in own and getattr(module, "is_causal", True) is False:
+        names = names_of(module)
+        layer = Layer(name, module, "softmax" if names & SOFTMAX.keys() | names & {REGISTRY} else "linear")
+        if REGISTRY in names and getattr(module, "is_causal", True) is False:
             raise layer.error("is not causal")
-        if REGISTRY in own or own & ANSWERS.keys():
+        if inline_of(layer) is not None or names & (ANSWERS.keys() | SOFTMAX.keys() | {REGISTRY}):
             found.append(layer)
-        elif (problem := _problem(module)) is not None:
+        elif (problem := _problem(module, names)) is not None:
             raise layer.error(problem)
     if not found:
         raise AttachError(f"{type(model).__name__}: has no layer that is known to mix tokens")
     return found
 
 
-def _problem(module: nn.Module) -> str | None:
+def _problem(module: nn.Module, names: set[str]) -> str | None:
     # Why a module that is not attached must not run over ranks.
     if "transformers" not in type(module).__module__ and "fla" not in type(module).__module__.split("."):
         return None
-    function, names = forward_of(module), names_of(module)
+    function = forward_of(module)
     for name in sorted(names):
         thing = getattr(function, "__globals__", {}).get(name)
         place = str(getattr(thing, "__module__", ""))

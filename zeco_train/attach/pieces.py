@@ -18,7 +18,7 @@ IGNORED = -100
 # Along tokens.
 _BY_TOKEN = ("input_ids", "inputs_embeds")
 # What is read here, and need not reach the model.
-_READ = ("attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "labels", "max_length_k", "max_length_q", "seq_idx")
+_READ = ("attention_mask", "cu_seqlens", "cu_seq_lens_k", "cu_seq_lens_q", "labels", "max_length_k", "max_length_q", "seq_idx")
 _KEPT = ("num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache")
 
 Documents = Tensor | Sequence[int] | Sequence[Sequence[int] | Tensor]
@@ -71,8 +71,8 @@ def _bounds(seq_len: int, size: int, lengths: Sequence[int] | None) -> list[int]
 def _documents(
     batch: Mapping[str, Any], documents: Documents | None, rows: int, seq_len: int
 ) -> list[Tensor] | None:
-    if documents is None and (given := batch.get("cu_seq_lens_q")) is not None:
-        documents = given
+    if documents is None:
+        documents = batch.get("cu_seq_lens_q", batch.get("cu_seqlens"))
     if documents is not None:
         is_one = isinstance(documents, Tensor) or not len(documents) or isinstance(documents[0], int)
         each = [documents] * rows if is_one else list(documents)
