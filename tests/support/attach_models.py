@@ -1,0 +1,234 @@
+"""Models of transformers as their configuration classes make them by default, with sizes reduced, in fp64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+VOCABULARY = 97
+IGNORED = -100
+
+
+class InDouble(TorchFunctionMode):
+    """Casts to fp32 that a model writes out stay in fp64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        func = Tensor.double if func is Tensor.float else func
+        return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
+
+
+@dataclass(frozen=True)
+class Model:
+    """A class of transformers, and sizes of its configuration."""
+
+    name: str  # of the class and its configuration, without what follows
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    head: str = "ForCausalLM"
+    config: str = "Config"
+
+
+_WIDTHS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+MODELS: dict[str, Model] = {
+    "qwen3_next": Model(
+        "Qwen3Next",
+        _WIDTHS | _HEADS | _DELTA | _EXPERTS | {"num_hidden_layers": 8, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_5": Model("Qwen3_5", _WIDTHS | _HEADS | _DELTA | {"num_hidden_layers": 8}, config="TextConfig"),
+    "qwen3_5_moe": Model(
+        "Qwen3_5Moe",
+        _WIDTHS | _HEADS | _DELTA | _EXPERTS | {"num_hidden_layers": 8, "shared_expert_intermediate_size": 16},
+        config="TextConfig",
+    ),
+    "olmo_hybrid": Model("OlmoHybrid", _WIDTHS | _HEADS | _DELTA | _TOKENS | {"num_hidden_layers": 8}),
+    "mamba2": Model(
+        "Mamba2",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 12,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
+    "nemotron_h": Model(
+        "NemotronH",
+        _WIDTHS
+        | _HEADS
+        | _TOKENS
+        | {
+            "layers_block_type": ["mamba", "moe", "attention", "mamba", "moe", "attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "bamba": Model("Bamba", _WIDTHS | _HEADS | _MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": Model(
+        "FalconH1", _WIDTHS | _HEADS | _MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64, "pad_token_id": 0}
+    ),
+    "zamba2": Model(
+        "Zamba2",
+        _WIDTHS
+        | {
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "attention_head_dim": 16,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 12,
+            "chunk_size": 16,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "mamba", "hybrid", "mamba"],
+        },
+    ),
+    "granite_hybrid": Model(
+        "GraniteMoeHybrid",
+        _WIDTHS
+        | _HEADS
+        | _MAMBA
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+        },
+    ),
+    "lfm2": Model(
+        "Lfm2",
+        _WIDTHS
+        | _HEADS
+        | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    ),
+    "kimi_linear": Model(
+        "KimiLinear",
+        _WIDTHS
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "pad_token_id": 0,
+        },
+    ),
+    "minimax": Model(
+        "MiniMax",
+        _WIDTHS | _HEADS | {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16},
+    ),
+    "qwen3": Model("Qwen3", _WIDTHS | _HEADS | {"num_hidden_layers": 2}),
+    "qwen3_window": Model(
+        "Qwen3",
+        _WIDTHS
+        | _HEADS
+        | {
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gpt2": Model(
+        "GPT2",
+        # Dropout of attention is refused, that of other places would differ from one device's.
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        head="LMHeadModel",
+    ),
+    "gemma2": Model(
+        "Gemma2",
+        # Soft caps are refused.
+        _WIDTHS | _HEADS | {"num_hidden_layers": 4, "sliding_window": 9, "attn_logit_softcapping": None},
+    ),
+}
+
+
+def hide_fla() -> None:
+    """Before the first import of transformers: its models then compute in PyTorch, not by fla's kernels."""
+    sys.modules["fla"] = None  # type: ignore[assignment]
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """A model in fp64, in training mode, with weights that make all parts matter; the same at each call."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    kind = MODELS[name]
+    config = getattr(transformers, kind.name + kind.config)(**{**kind.sizes, **changes})
+    config._attn_implementation = config._experts_implementation = "eager"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of buffers, which are computed when they are made
+    try:
+        model: nn.Module = getattr(transformers, kind.name + kind.head)(config).double().train()
+    finally:
+        torch.set_default_dtype(before)
+    fill(model)
+    return model
+
+
+def fill(model: nn.Module) -> None:
+    """Weights from a seed."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for part, x in model.named_parameters():
+            noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            if "A_log" in part:
+                x.copy_(noise.tanh() + 0.5)
+            elif "dt_bias" in part:
+                x.copy_(noise.tanh() - 2)
+            elif x.dim() >= 2:
+                x.copy_(0.2 * noise)
+            else:
+                x.add_(0.1 * noise)
+
+
+def make_batch(rows: int, length: int) -> dict[str, Tensor]:
+    """Tokens and labels, of which a tenth is ignored."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.1, IGNORED)
+    return {"input_ids": ids, "labels": labels}
