@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.attach_models import build, make_batch
 from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.attach import AttachError, attach
 from zeco_train.attach.proof import prove, verify
@@ -19,40 +20,8 @@ TOKENS = 150
 
 
 def qwen(**changes: Any) -> nn.Module:
-    """Qwen3-Next, linear and softmax layers, with weights that make every part of it matter."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "num_experts": 0,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    }
-    torch.manual_seed(0)
-    model = Qwen3NextForCausalLM(Qwen3NextConfig(**{**sizes, **changes}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
-            elif "A_log" not in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
-def batch_of(rows: int = 1, tokens: int = TOKENS) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(61, (rows, tokens), generator=generator)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.1, -100)
-    return {"input_ids": ids, "labels": labels}
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    return build("qwen3_next", **{"num_hidden_layers": 3, "layer_types": layers, "num_experts": 0, **changes})
 
 
 @pytest.mark.numeric
@@ -62,7 +31,7 @@ def test_an_exact_model_has_a_proof_and_is_left_as_it_was(rank: int, size: int) 
     before = {name: x.clone() for name, x in model.state_dict().items()}
     attached = attach(model, dist.group.WORLD)
     for documents in (None, [[0, 1, 70, 71, 150], [0, 150]]):
-        proof = verify(attached, batch_of(2), documents=documents, lengths=[97, 53])
+        proof = verify(attached, make_batch(2, TOKENS), documents=documents, lengths=[97, 53])
         assert proof.is_exact, proof.problems
         assert [comparison.dtype for comparison in proof.comparisons] == ["float64", "bfloat16"]
         assert len(proof.comparisons[0].gradients) == len([*model.parameters()])
@@ -147,7 +116,7 @@ def test_each_fault_is_found_and_named(rank: int, size: int) -> None:
     for fault, line, parameter in FAULTS:
         attached = attach(qwen(), dist.group.WORLD)
         fault(attached)
-        proof = verify(attached, batch_of())
+        proof = verify(attached, make_batch(1, TOKENS))
         first = proof.problems[0]
         assert f"float64: {line}" in first, (fault.__name__, first)
         assert any(f"gradient of {parameter}" in each for each in proof.problems), (fault.__name__, proof.problems)

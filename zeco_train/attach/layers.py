@@ -97,14 +97,14 @@ def _problem(module: nn.Module, names: set[str]) -> str | None:
             return f"mixes tokens by {name}, outside the registry of attention functions"
         if place.startswith("fla.ops.") and not place.startswith(_BY_TOKEN) and callable(thing):
             return f"calls {name} of {place}, which is not known"
-        if _has_kernel(thing) and name not in _STEPS:
+        if has_kernel(thing) and name not in _STEPS:
             return f"calls {name}, which is not known"
     if "softmax" in names and names & _PRODUCTS:
         return "computes attention in its own code"
     return None
 
 
-def _has_kernel(thing: Any) -> bool:
+def has_kernel(thing: Any) -> bool:
     # transformers wraps whatever mixes tokens by a function that looks for a package with a kernel.
     code = getattr(thing, "__code__", None)
     return code is not None and code.co_filename.endswith("hub_kernels.py") and code.co_name == "wrapped"
