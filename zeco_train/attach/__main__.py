@@ -8,6 +8,7 @@ if __name__ == "__main__":
     run_command("zeco_train.attach.__main__")
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -42,7 +43,7 @@ class ProofSettings:
     Attributes:
         ranks: processes on this machine's CPU that share each sequence.
         tokens: length of the sequences, cut into slices of different lengths.
-        batch: sequences of the case without documents; with packed documents there is one sequence.
+        batch: sequences of a batch.
         documents: packed documents (true), whole sequences (false), both (null).
         weights: those of the folder's safetensors files (true), random ones (false); null: the folder's if it has any.
         dtype: bf16, fp32 or fp64, in which the model is compared after fp64.
@@ -110,6 +111,7 @@ def _verify(arguments: list[str]) -> int:
 
 def build(folder: Path, dtype: str, seed: int, *, has_weights: bool) -> nn.Module:
     """The model of a folder on the CPU, by transformers' own class: the folder's code is never run."""
+    _quiet()
     from transformers import AutoModelForCausalLM
 
     safe: dict[str, Any] = {"trust_remote_code": False, "dtype": _DTYPES[dtype]}
@@ -117,6 +119,15 @@ def build(folder: Path, dtype: str, seed: int, *, has_weights: bool) -> nn.Modul
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True, **safe)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(_config(folder), **safe)
+
+
+def _quiet() -> None:
+    # fla's kernels run on no CPU, and its import takes seconds.
+    sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def _config(folder: Path) -> Any:
@@ -131,10 +142,9 @@ def _checked(folder: Path, settings: ProofSettings) -> str:
     for name, value in _numbers(record):
         if name.startswith(("num_", "n_")) and value > _MOST_PARTS:
             raise AttachError(f"{folder}: {name}={value} of {HF_CONFIG_FILE}: more than {_MOST_PARTS:,}")
+    _quiet()
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(_config(folder), trust_remote_code=False)

@@ -189,10 +189,10 @@ def prove(
         AttachError: the model cannot be attached, or a rank failed.
     """
     work = partial(_prove, make, tokens, batch, tuple(documents), seed)
-    # What models import: transformers, which looks for fla even where that cannot run.
-    imports = __name__, "transformers.modeling_utils", "fla"
     try:
-        for found in rows_of_own_ranks(work, ranks, len(documents), timeout, imports):
+        for found in rows_of_own_ranks(
+            work, ranks, len(documents), timeout, (__name__, "transformers.modeling_utils")
+        ):
             if isinstance(found, ZecoError):
                 raise found
             yield found
@@ -496,7 +496,12 @@ def _in_double(model: nn.Module) -> Iterator[None]:
     """In fp64, with all that the model casts to fp32."""
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    # Grouped products of experts take no fp64.
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    experts = [(x, x._experts_implementation) for x in configs if hasattr(x, "_experts_implementation")]
     try:
+        for config, _ in experts:
+            config._experts_implementation = "eager"
         model.double()
         with _Wide():
             yield
@@ -505,3 +510,5 @@ def _in_double(model: nn.Module) -> Iterator[None]:
             parameter.data = data
         for module, before in buffers:
             module._buffers.update(before)
+        for config, implementation in experts:
+            config._experts_implementation = implementation
