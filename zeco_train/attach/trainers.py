@@ -8,7 +8,7 @@ several groups train on sequences of their own, the number of labels of all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,6 @@ from zeco_train.attach.attached import Attached
 from zeco_train.attach.forward import AttachError
 
 _COUNT = "num_items_in_batch"
-
-
-class ShardingCollator:
-    """A collator that makes of the whole batch of another one, equal on the ranks of a sequence, this rank's part.
-
-    The number of labels is left to the trainer, which adds it up over ranks and over the micro-batches of a step.
-    """
-
-    def __init__(self, attached: Attached, collate: Callable[[list[Any]], dict[str, Any]]) -> None:
-        self._attached, self._collate = attached, collate
-
-    def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        part = self._attached.shard(self._collate(rows))
-        part.pop(_COUNT, None)
-        return part
 
 
 def count_labels(parts: Sequence[dict[str, Any]], replicas: dist.ProcessGroup | None = None) -> None:
@@ -74,6 +59,9 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
     refused = {
         "average_tokens_across_devices": (not args.average_tokens_across_devices, "must be true: each rank has a part"),
         "label_smoothing_factor": (args.label_smoothing_factor, "must be 0: it would shift the labels within a slice"),
+        "model": (not trainer.model_accepts_loss_kwargs, "must take num_items_in_batch, so that ranks' losses add up"),
+        # TRL computes it of a rank's own tokens.
+        "router_aux_loss_coef": (getattr(trainer, "aux_loss_enabled", False), "must be 0: it is no sum over ranks"),
         "compute_loss_func": (trainer.compute_loss_func, "must be None: it gets labels that are shifted already"),
         "parallelism_config": (
             accelerator.parallelism_config,
@@ -86,7 +74,8 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
     ranks = dist.get_process_group_ranks(attached.group)
     if ranks != [*range(ranks[0], ranks[0] + attached.size)] or ranks[0] % attached.size:
         raise AttachError(f"group: accelerate gives consecutive ranks the same batch, not the ranks {ranks}")
-    trainer.data_collator = ShardingCollator(attached, trainer.data_collator)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: attached.shard(collate(rows))
     shape = dist.get_world_size() // attached.size, attached.size
     # Only of data loaders: accelerate's own meshes come with one of its ways to cut sequences.
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
