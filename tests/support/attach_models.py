@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.fla_reference import use_decay_references, use_delta_references
 
 VOCABULARY = 97
 IGNORED = -100
@@ -210,6 +218,19 @@ def build(name: str, **changes: Any) -> nn.Module:
     return model
 
 
+def checkpoint_in_double(model: Any, *, reentrant: bool) -> None:
+    """Gradient checkpointing whose recomputation is in fp64: the backward pass leaves the mode of the forward pass."""
+
+    def call(function: Any, *args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with InDouble():
+                return function(*args)
+
+        return checkpoint(run, *args, use_reentrant=reentrant)
+
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=call)
+
+
 def fill(model: nn.Module) -> None:
     """Weights from a seed."""
     generator = torch.Generator().manual_seed(1)
@@ -221,7 +242,7 @@ def fill(model: nn.Module) -> None:
             elif "dt_bias" in part:
                 x.copy_(noise.tanh() - 2)
             elif x.dim() >= 2:
-                x.copy_(0.2 * noise)
+                x.copy_(0.1 * noise)
             else:
                 x.add_(0.1 * noise)
 
@@ -232,3 +253,74 @@ def make_batch(rows: int, length: int) -> dict[str, Tensor]:
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.1, IGNORED)
     return {"input_ids": ids, "labels": labels}
+
+
+_FLA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    # Their fused forms are kernels.
+    "fuse_norm": False,
+    "fuse_cross_entropy": False,
+}
+_FLA_MLP = {"intermediate_size": 48, "fuse_swiglu": False}
+# By the name of the class in fla, without what follows.
+FLA_MODELS: dict[str, dict[str, Any]] = {
+    "GLA": {**_FLA, **_FLA_MLP, "num_heads": 4, "use_short_conv": True},
+    "RetNet": {**_FLA, **_FLA_MLP, "num_heads": 4},
+    "HGRN": {**_FLA, **_FLA_MLP},
+    "HGRN2": {**_FLA, **_FLA_MLP, "expand_ratio": 8},
+    "GatedDeltaNet": {**_FLA, **_FLA_MLP, "head_dim": 8, "num_heads": 2, "num_v_heads": 4},
+    "KDA": {**_FLA, **_FLA_MLP, "head_dim": 8, "num_heads": 2, "num_v_heads": 4},
+    "DeltaNet": {**_FLA, **_FLA_MLP, "num_heads": 4},
+    "Mamba2": {**_FLA, "head_dim": 8, "state_size": 12, "n_groups": 2, "chunk_size": 16},
+}
+
+
+def build_fla(name: str, **changes: Any) -> nn.Module:
+    """As `build`, of fla."""
+    import fla.models
+
+    config = getattr(fla.models, f"{name}Config")(**{**FLA_MODELS[name], **changes})
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model: nn.Module = getattr(fla.models, f"{name}ForCausalLM")(config).double().train()
+    finally:
+        torch.set_default_dtype(before)
+    fill(model)
+    return model
+
+
+def use_plain_fla(patch: pytest.MonkeyPatch) -> None:
+    """fla's functions, norms and convolutions on kernels replaced by its plain ones, and its layers as they are."""
+    forward = importlib.import_module("fla.modules").ShortConvolution.forward
+    use_decay_references(patch)
+    use_delta_references(patch)
+    gated = importlib.import_module("fla.layers.gated_deltanet")
+    patch.setattr(importlib.import_module("fla.modules").ShortConvolution, "forward", forward)
+    patch.setattr(importlib.import_module("fla.modules.causal_conv1d.ops"), "causal_conv1d", gated.causal_conv1d)
+    for layer, rules in {
+        "gla": ("gla",),
+        "hgrn": ("hgrn",),
+        "hgrn2": ("gla",),
+        "multiscale_retention": ("retention",),
+        "delta_net": ("delta_rule",),
+        "gated_deltanet": ("gated_delta_rule",),
+        "kda": ("kda",),
+    }.items():
+        module = importlib.import_module(f"fla.layers.{layer}")
+        for rule in rules:
+            plain = getattr(module, f"fused_recurrent_{rule}")
+            patch.setattr(module, f"chunk_{rule}", functools.partial(_with_decays, plain))
+    norm = importlib.import_module("fla.modules.norm.layernorm_gated")
+    patch.setattr(norm, "rmsnorm_fn", norm.rms_norm_ref)
+    patch.setitem(importlib.import_module("fla.layers.mamba2").ACT2FN, "silu", F.silu)
+
+
+def _with_decays(plain: Any, **options: Any) -> Any:
+    # The chunked function of `gla` calls its decays g.
+    if "gk" in inspect.signature(plain).parameters:
+        options["gk"] = options.pop("g")
+    return plain(**options)

@@ -22,7 +22,7 @@ from zeco_train.attach.audit import audit_modules
 from zeco_train.attach.inline import inline_of
 from zeco_train.attach.layers import MIXING_MODULES, find_layers, forward_of, names_of
 from zeco_train.attach.linear import ANSWERS
-from zeco_train.attach.losses import LOSSES, check_labels, check_losses
+from zeco_train.attach.losses import LOSSES, check_labels, check_losses, redirect_loss
 from zeco_train.attach.pieces import POSITION, Documents, cut
 from zeco_train.attach.softmax import IMPLEMENTATION, SOFTMAX, register
 from zeco_train.errors import ConfigError
@@ -182,6 +182,8 @@ class Attached:
             self._redirect(module, LOSSES, in_layer=False)
             if isinstance(module, MIXING_MODULES) and module not in handled:
                 self._undo.append(module.register_forward_pre_hook(_refusing(self)).remove)
+        if (undo := redirect_loss(self._root, self._names)) is not None:
+            self._undo.append(undo)
         self._hook(self.model, self._enter, self._leave)
         # Not by use_cache=False in each call: some forward functions do not take it, but pass it on.
         configs = [module.config for module in self.model.modules() if hasattr(module, "config")]
@@ -237,7 +239,8 @@ class Attached:
             kwargs.pop("position_ids", None)
         self._wrap_checkpoints()
         state = _draw_apart(tokens, self.rank) if self.model.training and self._is_random else None
-        push(Frame(Pass(position, self._over, positions, kwargs.pop("attention_mask", None), state)))
+        labels = {name: kwargs.get(name) for name in ("shift_labels", "num_items_in_batch")}
+        push(Frame(Pass(position, self._over, positions, labels, kwargs.pop("attention_mask", None), state)))
         return args, kwargs
 
     def _leave(self, *_: Any) -> None:

@@ -7,7 +7,7 @@ batches may be in flight, and a recomputation reads the batch of its own forward
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ class Pass:
     position: SequencePosition  # of the rank's tokens, as it came with the batch
     over: GroupExchange
     positions: Tensor | None  # [B, T] int64, of the tokens in their documents
+    labels: Mapping[str, Any]  # `shift_labels` [B, T] and `num_items_in_batch`, or None each
     # [B, T] bool: those that are no padding; None: all.
     tokens: Tensor | None
     random_state: Any  # of the generators before the pass, if it draws numbers of its own

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeco_train.attach.forward import AttachError, Frame
+from zeco_train.attach.forward import AttachError, Frame, current
 from zeco_train.ops import accumulation_dtype
 
-# How a model's own code computes a loss from shifted labels and the number of all: transformers' way, and fla's.
-_LOSSES = {"loss_function", "_compute_logits_and_loss"}
+# What a model's own code calls for its loss, and what that has to take.
+_OF_TRANSFORMERS, _OF_FLA = "loss_function", "_compute_logits_and_loss"
+_SHIFTED = ("shift_labels", "num_items_in_batch")
 # Settings whose terms are means over a rank's tokens.
 _MEANS = ("z_loss_coefficient", "router_z_loss_coef", "use_l2warp")
 
@@ -31,12 +34,41 @@ def check_labels(model: nn.Module, names: set[str], arguments: Mapping[str, Any]
     """Refuse labels that the model would shift within a slice, or divide by the number of one rank's labels."""
     if arguments.get("labels") is None:
         return
-    for name in ("shift_labels", "num_items_in_batch"):
+    for name in _SHIFTED:
         if arguments.get(name) is None:
             raise AttachError(f"{name}: missing beside labels; `shard` gives it")
-    if not names & _LOSSES:
+    if not names & {_OF_TRANSFORMERS, _OF_FLA}:
         problem = "computes its loss in its own code, from labels that it would shift within a slice"
         raise AttachError(f"{type(model).__name__}: {problem}; leave labels out, and take shift_labels")
+
+
+def redirect_loss(model: Any, names: set[str]) -> Callable[[], None] | None:
+    """Give the model's loss shifted labels and the number of all ranks' where its own code does not pass them on.
+
+    The result undoes it. None: there is no such loss.
+    """
+    if not names & {_OF_TRANSFORMERS, _OF_FLA}:
+        return None
+    name = _OF_FLA if _OF_FLA in names else _OF_TRANSFORMERS
+    original = getattr(model, name)
+    known = {*inspect.signature(original).parameters}
+
+    @wraps(original)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        frame = current()
+        if frame is None:
+            return original(*args, **kwargs)
+        given = {label: x for label, x in frame.of.labels.items() if x is not None}
+        if given and (missing := sorted({*_SHIFTED} - known)):
+            raise AttachError(f"{type(model).__name__}: its loss, {original.__name__}, takes no {missing[0]}")
+        return original(*args, **{**kwargs, **given})
+
+    if name == _OF_FLA:
+        vars(model)[name] = loss
+        return lambda: vars(model).pop(name, None)
+    own = vars(model).get("_loss_function")
+    model.loss_function = loss
+    return lambda: vars(model).pop("_loss_function", None) if own is None else vars(model).update(_loss_function=own)
 
 
 def load_balancing(

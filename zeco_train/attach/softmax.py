@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from zeco_train.attach.forward import AttachError, Frame, current
 from zeco_train.attach.linear import refuse_unknown
 from zeco_train.ops.attend import attend_at
+from zeco_train.ops.layer_states import StateInput
 
 # In transformers' registries.
 IMPLEMENTATION = "zeco"
@@ -77,6 +78,11 @@ def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, w
     tokens = max(frame.of.position.seq_len // frame.of.over.size, 1)
     exchange = frame.of.over.for_softmax(q, k, window, tokens)
     position = frame.of.position_on(q, exchange)
+    # A method that computes heads of all tokens keeps these for the backward pass; a replay would keep its own tokens,
+    # and a checkpoint refuses a recomputation that keeps other tensors. So it is computed again, with its messages.
+    over = 1 if exchange.attention is None else exchange.attention.heads_over
+    if over > 1 and not k.shape[2] % over:
+        return attend_at(q, k, v.to(q.dtype), scale, position, (StateInput(), StateInput()), window)[0][..., :values]
     inputs = frame.next_state(), frame.next_state()
     o, states = attend_at(q, k, v.to(q.dtype), scale, position, inputs, window)
     for state in states:
