@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.attach_models import build, make_batch
-from tests.support.distributed import on_ranks, run_distributed
-from zeco_train.attach import AttachError, attach
-from zeco_train.attach.proof import prove, verify
+from tests.support.distributed import on_ranks
+from zeco_train.attach import attach
+from zeco_train.attach.proof import verify
+from zeco_train.errors import ConfigError
 
 TOKENS = 150
 
@@ -121,3 +122,20 @@ def test_each_fault_is_found_and_named(rank: int, size: int) -> None:
         assert f"float64: {line}" in first, (fault.__name__, first)
         assert any(f"gradient of {parameter}" in each for each in proof.problems), (fault.__name__, proof.problems)
         attached.detach()
+
+
+@pytest.mark.numeric
+@on_ranks(4)
+def test_olmo_hybrids_30_heads_over_4_ranks(rank: int, size: int) -> None:
+    """Ulysses deals heads to at most 2 of 4 ranks, so `auto` takes another method."""
+    heads = dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), 30
+    )
+    changes = {"hidden_size": 60, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "head_dim": 4}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = build("olmo_hybrid", **heads, **changes, **layers)
+    proof = verify(model, make_batch(1, 70), dist.group.WORLD)
+    assert proof.is_exact, proof.problems
+    assert list(proof.layers.values()) == ["OlmoHybridGatedDeltaNet", "OlmoHybridAttention"]
+    with pytest.raises(ConfigError, match="30"):
+        verify(attach(model, attention="ulysses"), make_batch(1, 70))
