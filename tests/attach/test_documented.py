@@ -20,7 +20,7 @@ from tests.support.distributed import run_distributed
 
 PAGE = REPOSITORY / "docs" / "attach.md"
 EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE.read_text(), re.S | re.M))
-LOGGED = re.compile(r"'(?:loss|grad_norm)': '?([\d.]+)|(?:loss|norm) ([\d.]+)")
+LOGGED = re.compile(r"'(?:loss|eval_loss|grad_norm)': '?([\d.]+)|(?:loss|norm) ([\d.]+)")
 
 
 def printed(rank: int, size: int, name: str, folder: str) -> list[float]:

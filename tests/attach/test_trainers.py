@@ -43,7 +43,7 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, [ids[:, 0].tolist() for ids in found])
     assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
-    assert sorted(sum(everyone[0] + everyone[2], [])) == [*range(16)]
+    assert sorted(row for batch in everyone[0] + everyone[2] for row in batch) == [*range(16)]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,7 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
         ("label_smoothing_factor", {"args": {"label_smoothing_factor": 0.1}}),
         ("model", {"model_accepts_loss_kwargs": False}),
         ("compute_loss_func", {"compute_loss_func": print}),
+        ("compute_metrics", {"compute_metrics": print}),
         ("router_aux_loss_coef", {"aux_loss_enabled": True}),
         ("parallelism_config", {"parallelism_config": object()}),
     ],
@@ -60,7 +61,7 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
 def test_settings_that_would_change_the_loss_are_refused(field: str, changes: dict[str, Any]) -> None:
     args = {"average_tokens_across_devices": True, "label_smoothing_factor": 0.0, **changes.pop("args", {})}
     accelerator = SimpleNamespace(parallelism_config=changes.pop("parallelism_config", None))
-    own = {"model_accepts_loss_kwargs": True, "compute_loss_func": None, **changes}
-    trainer = SimpleNamespace(args=SimpleNamespace(**args), accelerator=accelerator, **own)
+    own = {"model_accepts_loss_kwargs": True, "compute_loss_func": None, "compute_metrics": None}
+    trainer = SimpleNamespace(args=SimpleNamespace(**args), accelerator=accelerator, **{**own, **changes})
     with pytest.raises(AttachError, match=f"^{field}: must"):
         prepare_trainer(trainer, SimpleNamespace())  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ class Comparison:
         loss: of all ranks.
         output: the first module, in order of the forward pass, whose output is wrong on some rank; a module inside a
             mixer is named with it.
-        passed_back: where outputs and loss are right, the first in order of the backward pass that gets a wrong gradient.
+        passed_back: where outputs and loss are right, the first in order of the backward pass with a wrong gradient.
         gradients: of every parameter that has one, in the model's order.
     """
 
@@ -194,9 +194,7 @@ def prove(
     """
     work = partial(_prove, make, tokens, batch, tuple(documents), seed)
     try:
-        for found in rows_of_own_ranks(
-            work, ranks, len(documents), timeout, (__name__, "transformers.modeling_utils")
-        ):
+        for found in rows_of_own_ranks(work, ranks, len(documents), timeout, (__name__, "transformers.modeling_utils")):
             if isinstance(found, ZecoError):
                 raise found
             yield found

@@ -1,5 +1,6 @@
-"""What the trainers of other libraries need around an attached model: the same batch on all ranks of a sequence, cut by
-the collator, and a loss whose gradient is right where DDP or FSDP averages over all ranks.
+"""What the trainers of other libraries need around an attached model.
+
+All ranks of a sequence read the same batch, which the collator cuts.
 
 A rank's loss is the sum over its own labels, divided by the number of labels of the whole sequence: the ranks' losses
 and gradients add up. Averaged over ranks they need the group's size as a factor (`attached.size * loss`), and where
@@ -60,6 +61,7 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
         "average_tokens_across_devices": (not args.average_tokens_across_devices, "must be true: each rank has a part"),
         "label_smoothing_factor": (args.label_smoothing_factor, "must be 0: it would shift the labels within a slice"),
         "model": (not trainer.model_accepts_loss_kwargs, "must take num_items_in_batch, so that ranks' losses add up"),
+        "compute_metrics": (trainer.compute_metrics, "must be None: a rank has logits of its own tokens"),
         # TRL computes it of a rank's own tokens.
         "router_aux_loss_coef": (getattr(trainer, "aux_loss_enabled", False), "must be 0: it is no sum over ranks"),
         "compute_loss_func": (trainer.compute_loss_func, "must be None: it gets labels that are shifted already"),
@@ -76,6 +78,15 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
         raise AttachError(f"group: accelerate gives consecutive ranks the same batch, not the ranks {ranks}")
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: attached.shard(collate(rows))
+    predict = trainer.prediction_step
+
+    def prediction_step(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        loss, *others = predict(*args, **kwargs)
+        # Of the last batch Trainer takes as many ranks' losses as it has sequences.
+        dist.all_reduce(loss, group=attached.group)
+        return loss / attached.size, *others
+
+    trainer.prediction_step = prediction_step
     shape = dist.get_world_size() // attached.size, attached.size
     # Only of data loaders: accelerate's own meshes come with one of its ways to cut sequences.
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
