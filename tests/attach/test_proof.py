@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.attach_models import build, make_batch
+from tests.support.attach_models import build, hide_fla, make_batch
 from tests.support.distributed import on_ranks
 from zeco_train.attach import attach
 from zeco_train.attach.proof import verify
@@ -133,6 +133,7 @@ def test_each_fault_is_found_and_named(rank: int, size: int) -> None:
 @on_ranks(4)
 def test_olmo_hybrids_30_heads_over_4_ranks(rank: int, size: int) -> None:
     """Ulysses deals heads to at most 2 of 4 ranks, so `auto` takes another method."""
+    hide_fla()
     heads = dict.fromkeys(
         ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), 30
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeco_train.attach.attached import Attached
@@ -39,6 +40,22 @@ def count_labels(parts: Sequence[dict[str, Any]], replicas: dist.ProcessGroup | 
         total = total / dist.get_world_size(replicas)
     for part in parts:
         part[_COUNT] = total.float()
+
+
+def of_slice(attached: Attached, input_ids: Tensor, position_ids: Tensor | None = None) -> dict[str, Any]:
+    """The arguments of an attached model for slices that a trainer has cut, as torchtitan does; without labels.
+
+    Args:
+        input_ids: [B, t] consecutive tokens of this rank, as many on each rank of the group.
+        position_ids: [B, t] or [1, t]; where they restart at 0, documents begin, so that all ranks' positions are
+            gathered, which is collective. None: positions in the sequence, of one document.
+    """
+    whole = {"input_ids": input_ids.new_zeros(input_ids.shape[0], input_ids.shape[1] * attached.size)}
+    if position_ids is not None:
+        parts = [torch.empty_like(position_ids) for _ in range(attached.size)]
+        dist.all_gather(parts, position_ids.contiguous(), group=attached.group)
+        whole["position_ids"] = torch.cat(parts, 1)
+    return {**attached.shard(whole), "input_ids": input_ids}
 
 
 def prepare_trainer(trainer: Any, attached: Attached) -> None:
