@@ -13,8 +13,7 @@ from torch import nn
 
 from tests.support.attach_models import build, hide_fla, make_batch
 from tests.support.distributed import on_ranks
-from zeco_train.attach import attach
-from zeco_train.attach.proof import verify
+from zeco_train.attach import attach, verify
 from zeco_train.errors import ConfigError
 
 TOKENS = 150

@@ -4,6 +4,7 @@
     loss = model(**attached.shard(batch)).loss           # of this rank's tokens; all ranks' losses sum to the loss
     loss.backward()
     attached.reduce_gradients()                          # without DDP or FSDP
+    verify(attached, batch).problems                     # against one device, every gradient
 
 The package imports neither `data` nor `models`, so a project may have packages of these names.
 """
@@ -12,5 +13,6 @@ from __future__ import annotations
 
 from zeco_train.attach.attached import Attached, attach
 from zeco_train.attach.forward import AttachError
+from zeco_train.attach.proof import Proof, verify
 
-__all__ = ["AttachError", "Attached", "attach"]
+__all__ = ["AttachError", "Attached", "Proof", "attach", "verify"]
