@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.attach_models import build, make_batch
-from tests.support.distributed import on_ranks, run_distributed
-from zeco_train.attach import AttachError, attach
-from zeco_train.attach.proof import prove, verify
+from tests.support.distributed import on_ranks
+from zeco_train.attach import attach
+from zeco_train.attach.proof import verify
 
 TOKENS = 150
 
@@ -104,7 +104,11 @@ FIRST = "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"
 FAULTS: list[tuple[Callable[[Any], None], str, str]] = [
     (drop_forward, f"first wrong output: {FIRST}", "model.layers.0.linear_attn.in_proj_ba.weight"),
     (drop_reverse, f"first wrong gradient of an output: {FIRST}", "model.embed_tokens.weight"),
-    (local_positions, "first wrong output: model.rotary_emb (Qwen3NextRotaryEmbedding)", "model.layers.1.self_attn.q_proj.weight"),
+    (
+        local_positions,
+        "first wrong output: model.rotary_emb (Qwen3NextRotaryEmbedding)",
+        "model.layers.1.self_attn.q_proj.weight",
+    ),
     (local_convolution, f"first wrong output: {FIRST}", "model.layers.0.linear_attn.conv1d.weight"),
     (local_labels, "wrong loss", "lm_head.weight"),
 ]

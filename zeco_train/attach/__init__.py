@@ -12,5 +12,6 @@ from __future__ import annotations
 
 from zeco_train.attach.attached import Attached, attach
 from zeco_train.attach.forward import AttachError
+from zeco_train.attach.proof import verify
 
-__all__ = ["AttachError", "Attached", "attach"]
+__all__ = ["AttachError", "Attached", "attach", "verify"]

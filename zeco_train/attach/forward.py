@@ -1,7 +1,7 @@
 """One forward pass of an attached model: where its tokens lie, and what its layers receive from other ranks.
 
-A pass is known to the thread that runs it, and to functions that a checkpoint calls again, from whichever thread. So two
-batches may be in flight, and a recomputation reads the batch of its own forward pass.
+A pass is known to the thread that runs it, and to functions that a checkpoint calls again, from whichever thread. So
+two batches may be in flight, and a recomputation reads the batch of its own forward pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Pass:
             known = next((found for (device, _), found in self._on_devices.items() if device == x.device), None)
             self._on_devices[key] = (known or self.position).over(exchange).on(x)
         return self._on_devices[key]
-
 
     def positions_of(self, x: Tensor) -> Tensor:
         """`positions` on the device of x."""

@@ -20,7 +20,12 @@ from zeco_train.ops import accumulation_dtype
 
 
 def lightning_attention(
-    frame: Frame, layer: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **rest: Any
+    frame: Frame,
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
     """`MiniMaxLightningAttention` of transformers: x [B, T, D] → y; head h decays by e^−slope."""
     refuse_unknown(frame, "forward", {"attention_mask": attention_mask, **rest})
@@ -32,7 +37,12 @@ def lightning_attention(
 
 
 def fla_mamba2(
-    frame: Frame, layer: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **rest: Any
+    frame: Frame,
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **rest: Any,
 ) -> tuple[Tensor, None, None]:
     """`Mamba2` of fla: x [B, T, D] → y."""
     refuse_unknown(frame, "forward", {"attention_mask": attention_mask, "past_key_values": past_key_values, **rest})
@@ -64,7 +74,7 @@ _REPLACED: dict[tuple[str, str], tuple[str, Callable[..., Any]]] = {
 
 
 def inline_of(layer: Layer) -> Callable[..., Any] | None:
-    """What replaces the forward function of a layer, if it computes in its own code. Raises AttachError if that changed."""
+    """What replaces the forward function of a layer with known code of its own. Raises AttachError if that changed."""
     kind = type(layer.module)
     digest, replacement = _REPLACED.get((kind.__module__.partition(".")[0], kind.__name__), (None, None))
     if replacement is not None and digest_of(kind) != digest:

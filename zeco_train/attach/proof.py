@@ -190,9 +190,7 @@ def prove(
     """
     work = partial(_prove, make, tokens, batch, tuple(documents), seed)
     try:
-        for found in rows_of_own_ranks(
-            work, ranks, len(documents), timeout, (__name__, "transformers.modeling_utils")
-        ):
+        for found in rows_of_own_ranks(work, ranks, len(documents), timeout, (__name__, "transformers.modeling_utils")):
             if isinstance(found, ZecoError):
                 raise found
             yield found
