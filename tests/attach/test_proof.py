@@ -11,10 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+<<<<<<< HEAD
 from tests.support.attach_models import build, make_batch
 from tests.support.distributed import on_ranks
 from zeco_train.attach import attach
 from zeco_train.attach.proof import verify
+=======
+from tests.support.attach_models import build, hide_fla, make_batch
+from tests.support.distributed import on_ranks
+from zeco_train.attach import attach
+from zeco_train.attach.proof import verify
+from zeco_train.errors import ConfigError
+>>>>>>> tests
 
 TOKENS = 150
 
@@ -101,6 +109,7 @@ def local_labels(attached: Any) -> None:
 
 LINEAR = 2
 FIRST = "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"
+POSITIONS = "model.rotary_emb (Qwen3NextRotaryEmbedding)"
 FAULTS: list[tuple[Callable[[Any], None], str, str]] = [
     (drop_forward, f"first wrong output: {FIRST}", "model.layers.0.linear_attn.in_proj_ba.weight"),
     (drop_reverse, f"first wrong gradient of an output: {FIRST}", "model.embed_tokens.weight"),
@@ -125,3 +134,21 @@ def test_each_fault_is_found_and_named(rank: int, size: int) -> None:
         assert f"float64: {line}" in first, (fault.__name__, first)
         assert any(f"gradient of {parameter}" in each for each in proof.problems), (fault.__name__, proof.problems)
         attached.detach()
+
+
+@pytest.mark.numeric
+@on_ranks(4)
+def test_olmo_hybrids_30_heads_over_4_ranks(rank: int, size: int) -> None:
+    """Ulysses deals heads to at most 2 of 4 ranks, so `auto` takes another method."""
+    hide_fla()
+    heads = dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), 30
+    )
+    changes = {"hidden_size": 60, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "head_dim": 4}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = build("olmo_hybrid", **heads, **changes, **layers)
+    proof = verify(model, make_batch(1, 70), dist.group.WORLD)
+    assert proof.is_exact, proof.problems
+    assert list(proof.layers.values()) == ["OlmoHybridGatedDeltaNet", "OlmoHybridAttention"]
+    with pytest.raises(ConfigError, match="30"):
+        verify(attach(model, attention="ulysses"), make_batch(1, 70))

@@ -421,3 +421,9 @@ def _with_decays(plain: Any, **options: Any) -> Any:
     if "gk" in inspect.signature(plain).parameters:
         options["gk"] = options.pop("g")
     return plain(**options)
+
+
+def save(rank: int, size: int, name: str, changes: Mapping[str, Any], folder: str) -> None:
+    """Store a model in fp32 as a folder of Hugging Face; by `run_distributed`, whose ranks have transformers."""
+    hide_fla()
+    build(name, **changes).float().save_pretrained(folder)

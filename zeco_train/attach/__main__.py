@@ -91,7 +91,8 @@ def _verify(arguments: list[str]) -> int:
         stored_weights(folder)
     make = partial(build, folder, settings.dtype, settings.seed, has_weights=has_weights)
     kinds = [False, True] if settings.documents is None else [settings.documents]
-    print(f"{name}, {settings.ranks} ranks, {settings.tokens} tokens", flush=True)
+    weights = "its weights" if has_weights else "random weights"
+    print(f"{name} with {weights}, {settings.ranks} ranks, {settings.tokens} tokens", flush=True)
     found = prove(
         make,
         ranks=settings.ranks,

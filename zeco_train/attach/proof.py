@@ -76,7 +76,7 @@ class Comparison:
         loss: of all ranks.
         output: the first module, in order of the forward pass, whose output is wrong on some rank; a module inside a
             mixer is named with it.
-        passed_back: where outputs and loss are right, the first in order of the backward pass that gets a wrong gradient.
+        passed_back: where outputs and loss are right, the first in order of the backward pass with a wrong gradient.
         gradients: of every parameter that has one, in the model's order.
     """
 
@@ -118,13 +118,17 @@ class Proof:
 
     def table(self) -> str:
         """A row for each attached layer, and one for all else: the largest error of its gradients in each dtype."""
-        columns = {"layer": ("layer", f"<{max(8, *map(len, self.layers))}"), "class": ("class", "<32")}
+        widths = (max(8, *map(len, names)) for names in (self.layers, self.layers.values()))
+        columns = {name: (name, f"<{width}") for name, width in zip(("layer", "class"), widths, strict=True)}
         worst: dict[str, dict[str, float]] = {}
         for comparison in self.comparisons:
-            columns[comparison.dtype] = (comparison.dtype, ">9:.1e")
-            for each in comparison.gradients:
-                row = worst.setdefault(_layer_of(each.name, self.layers), {})
-                row[comparison.dtype] = max(row.get(comparison.dtype, 0.0), each.error)
+            own, alone = comparison.dtype, f"one device in {comparison.dtype}"
+            shown = {own: "error"} if own == "float64" else {own: "error", alone: "alone"}
+            for name, kind in shown.items():
+                columns[name] = (name, f">{len(name)}:.1e")
+                for each in comparison.gradients:
+                    row = worst.setdefault(_layer_of(each.name, self.layers), {})
+                    row[name] = max(row.get(name, 0.0), getattr(each, kind))
         names = [*self.layers, ""]
         rows = ({"layer": n or "all else", "class": self.layers.get(n), **worst[n]} for n in names if n in worst)
         return format_table(rows, columns)
@@ -281,7 +285,8 @@ class _Verification:
         self.part = attached.shard(self.batch, documents=documents, lengths=lengths)
         self.position: SequencePosition = self.part[POSITION]
         self.classes = {name: type(module).__name__ for name, module in self.model.named_modules()}
-        self.layers = {name: self.classes[name] for names in attached.layers.values() for name in names}
+        handled = {name for names in attached.layers.values() for name in names}
+        self.layers = {name: kind for name, kind in self.classes.items() if name in handled}
 
     def run(self) -> Proof:
         own = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
@@ -348,8 +353,10 @@ class _Verification:
         def record(name: str, _: nn.Module, __: Any, output: Any) -> None:
             x = _first_tensor(output)
             rows = batch if row is None else 1
-            if x is None or x.dim() < 3 or x.shape[:2] != (rows, stop - start):
+            if x is None or x.dim() < 3 or x.shape[0] not in (1, rows) or x.shape[1] != stop - start:
                 return
+            # Positions may be those of all sequences.
+            x = x if x.shape[0] == rows else x.detach().expand(rows, *x.shape[1:])
             key, where = (name, calls[name]), (_rows(row), start, stop)
             calls[name] += 1
             put(run.outputs, key, x, where)

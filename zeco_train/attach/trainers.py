@@ -1,5 +1,6 @@
-"""What the trainers of other libraries need around an attached model: the same batch on all ranks of a sequence, cut by
-the collator, and a loss whose gradient is right where DDP or FSDP averages over all ranks.
+"""What the trainers of other libraries need around an attached model.
+
+All ranks of a sequence read the same batch, which the collator cuts.
 
 A rank's loss is the sum over its own labels, divided by the number of labels of the whole sequence: the ranks' losses
 and gradients add up. Averaged over ranks they need the group's size as a factor (`attached.size * loss`), and where
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeco_train.attach.attached import Attached
@@ -40,6 +42,22 @@ def count_labels(parts: Sequence[dict[str, Any]], replicas: dist.ProcessGroup | 
         part[_COUNT] = total.float()
 
 
+def of_slice(attached: Attached, input_ids: Tensor, position_ids: Tensor | None = None) -> dict[str, Any]:
+    """The arguments of an attached model for slices that a trainer has cut, as torchtitan does; without labels.
+
+    Args:
+        input_ids: [B, t] consecutive tokens of this rank, as many on each rank of the group.
+        position_ids: [B, t] or [1, t]; where they restart at 0, documents begin, so that all ranks' positions are
+            gathered, which is collective. None: positions in the sequence, of one document.
+    """
+    whole = {"input_ids": input_ids.new_zeros(input_ids.shape[0], input_ids.shape[1] * attached.size)}
+    if position_ids is not None:
+        parts = [torch.empty_like(position_ids) for _ in range(attached.size)]
+        dist.all_gather(parts, position_ids.contiguous(), group=attached.group)
+        whole["position_ids"] = torch.cat(parts, 1)
+    return {**attached.shard(whole), "input_ids": input_ids}
+
+
 def prepare_trainer(trainer: Any, attached: Attached) -> None:
     """Let a Trainer of transformers, or of a library that builds on it as TRL, train an attached model.
 
@@ -60,6 +78,7 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
         "average_tokens_across_devices": (not args.average_tokens_across_devices, "must be true: each rank has a part"),
         "label_smoothing_factor": (args.label_smoothing_factor, "must be 0: it would shift the labels within a slice"),
         "model": (not trainer.model_accepts_loss_kwargs, "must take num_items_in_batch, so that ranks' losses add up"),
+        "compute_metrics": (trainer.compute_metrics, "must be None: a rank has logits of its own tokens"),
         # TRL computes it of a rank's own tokens.
         "router_aux_loss_coef": (getattr(trainer, "aux_loss_enabled", False), "must be 0: it is no sum over ranks"),
         "compute_loss_func": (trainer.compute_loss_func, "must be None: it gets labels that are shifted already"),
@@ -76,6 +95,15 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
         raise AttachError(f"group: accelerate gives consecutive ranks the same batch, not the ranks {ranks}")
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: attached.shard(collate(rows))
+    predict = trainer.prediction_step
+
+    def prediction_step(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        loss, *others = predict(*args, **kwargs)
+        # Of the last batch Trainer takes as many ranks' losses as it has sequences.
+        dist.all_reduce(loss, group=attached.group)
+        return loss / attached.size, *others
+
+    trainer.prediction_step = prediction_step
     shape = dist.get_world_size() // attached.size, attached.size
     # Only of data loaders: accelerate's own meshes come with one of its ways to cut sequences.
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
