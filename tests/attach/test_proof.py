@@ -11,18 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-<<<<<<< HEAD
-from tests.support.attach_models import build, make_batch
-from tests.support.distributed import on_ranks
-from zeco_train.attach import attach
-from zeco_train.attach.proof import verify
-=======
 from tests.support.attach_models import build, hide_fla, make_batch
 from tests.support.distributed import on_ranks
 from zeco_train.attach import attach
 from zeco_train.attach.proof import verify
 from zeco_train.errors import ConfigError
->>>>>>> tests
 
 TOKENS = 150
 

@@ -313,7 +313,7 @@ def _run_alone(model: Any, batch: Mapping[str, Tensor], documents: Sequence[Sequ
     if documents is None:
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
     parts = [(row, *ends) for row, borders in enumerate(documents) for ends in itertools.pairwise(borders)]
     count = sum(int((batch["labels"][row, start + 1 : stop] != IGNORED).sum()) for row, start, stop in parts)
     total = 0.0
@@ -321,7 +321,7 @@ def _run_alone(model: Any, batch: Mapping[str, Tensor], documents: Sequence[Sequ
         part = {name: x[row : row + 1, start:stop] for name, x in batch.items()}
         loss = model(**part, use_cache=False, num_items_in_batch=count).loss
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     return total
 
 

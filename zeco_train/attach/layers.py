@@ -68,7 +68,7 @@ def _code_names(code: CodeType) -> Iterator[str]:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """The layers to attach. Raises AttachError for one that mixes tokens in a way that is not known, or if none does."""
+    """The layers to attach. Raises AttachError for one that mixes tokens in unknown ways, or if none does."""
     found = []
     for name, module in model.named_modules():
         names = names_of(module)
