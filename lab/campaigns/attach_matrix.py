@@ -1,11 +1,11 @@
 """Question: are losses and all gradients of foreign models over ranks those of one device, class by class?
 Command: python -m lab.campaigns.attach_matrix [--ranks 2,3,4] [--fla] [NAME ...]
 Date: 2026-11-27
-Answer: results/attach_matrix.txt: each row's errors are at most 1e-12 but for its control, of which one state is dropped
+Answer: results/attach_matrix.txt: all errors are at most 1e-12, but for controls, in which one state is dropped
 
-Each class is its configuration class's default with sizes reduced (`tests/support/attach_models.py`), in fp64, over gloo
-ranks with three chunks of 64 tokens each and more. A row has a batch of two rows, whole; packed, with other documents in
-each row over uneven ranks, one of which has one token; the same with gradient checkpointing; and the control.
+Each class is its configuration class's default with sizes reduced (`tests/support/attach_models.py`), in fp64, over
+gloo ranks with three chunks of 64 tokens each and more. A row has a batch of two rows, whole; packed, with other
+documents in each row over uneven ranks, one of which has one token; the same with gradient checkpointing; the control.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.distributed import run_distributed
 
 TABLE = Path(__file__).with_name("results") / "attach_matrix.txt"
 LINE = "{:16}{:>6}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>10}{:>9}  {}"
-COLUMNS = "class ranks whole dgrad packed dgrad replayed dgrad control seconds commit".split()
+COLUMNS = ("class", "ranks", "whole", "dgrad", "packed", "dgrad", "replayed", "dgrad", "control", "seconds", "commit")
 TOKENS = 200  # of a rank, on average
 LARGEST = 1e-12
 

@@ -251,6 +251,13 @@ def fill(model: nn.Module) -> None:
                 x.add_(0.1 * noise)
 
 
+def padded(batch: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:
+    """The batch with padding from a position on in its last row."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[-1, tokens:] = 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, IGNORED)}
+
+
 def make_batch(rows: int, length: int) -> dict[str, Tensor]:
     """Tokens and labels, of which a tenth is ignored."""
     generator = torch.Generator().manual_seed(2)

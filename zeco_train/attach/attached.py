@@ -233,9 +233,13 @@ class Attached:
         if position is None:
             raise AttachError(f"{POSITION}: the batch was not cut; call `shard`, or the model within `off()`")
         for name, remedy in _REFUSED.items():
-            if kwargs.get(name) is not None and kwargs[name] is not False:
+            value = kwargs.get(name)
+            if value is not None and not (isinstance(value, int) and value == 0):
                 raise AttachError(f"{name}: {remedy}")
-        tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        if len(args) > 1:
+            raise AttachError(f"{type(module).__name__}: takes {len(args)} arguments by position, expected names")
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         self._check_position(position, tokens)
         check_labels(self._root, self._names, kwargs)
         positions = kwargs.get("position_ids")

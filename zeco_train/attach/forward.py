@@ -87,6 +87,11 @@ class Frame:
             self.keep.append(state.received)
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module was written as: FSDP2 makes one of its own of it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
+
+
 @dataclass
 class Layer:
     """An attached layer."""
@@ -97,7 +102,7 @@ class Layer:
     calls: int = 0  # that were answered; of a frame's own copy
 
     def __str__(self) -> str:
-        return f"{self.name} ({type(self.module).__name__})"
+        return f"{self.name} ({class_of(self.module).__name__})"
 
     def error(self, problem: str) -> AttachError:
         return AttachError(f"{self}: {problem}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zeco_train.attach.forward import AttachError, Layer
+from zeco_train.attach.forward import AttachError, Layer, class_of
 from zeco_train.attach.inline import inline_of
 from zeco_train.attach.linear import ANSWERS
 from zeco_train.attach.softmax import SOFTMAX
@@ -34,13 +34,13 @@ MIXING_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAtten
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
     """The function that the class of a module was written with, below decorators."""
-    return inspect.unwrap(type(module).forward)
+    return inspect.unwrap(class_of(module).forward)
 
 
 def names_of(module: nn.Module) -> set[str]:
     """The names that the forward function of a module uses, and those of its own methods and module that it calls."""
     function = forward_of(module)
-    return _names(function, type(module)) if isinstance(function, FunctionType) else set()
+    return _names(function, class_of(module)) if isinstance(function, FunctionType) else set()
 
 
 def _names(function: FunctionType, owner: type) -> set[str]:
@@ -89,7 +89,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 def _is_foreign(module: nn.Module) -> bool:
     # Of these libraries, or of code beside a checkpoint (`transformers_modules`).
-    return type(module).__module__.startswith(("transformers", "fla."))
+    return class_of(module).__module__.startswith(("transformers", "fla."))
 
 
 def _unknown_call(module: nn.Module, names: set[str]) -> str | None:
