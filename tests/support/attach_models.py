@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.fla_reference import use_decay_references, use_delta_references
+from zeco_train.attach import attach
+from zeco_train.sp.attention.method import LocalAttention
 
 VOCABULARY = 97
 IGNORED = -100
@@ -247,12 +251,112 @@ def fill(model: nn.Module) -> None:
                 x.add_(0.1 * noise)
 
 
+def padded(batch: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:
+    """The batch with padding from a position on in its last row."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[-1, tokens:] = 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, IGNORED)}
+
+
 def make_batch(rows: int, length: int) -> dict[str, Tensor]:
     """Tokens and labels, of which a tenth is ignored."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.1, IGNORED)
     return {"input_ids": ids, "labels": labels}
+
+
+class Errors(NamedTuple):
+    """Of an attached model beside the same one on one device."""
+
+    loss: float  # relative
+    gradient: float  # the largest, each relative to its norm or 1e-3 of the largest gradient's, whichever is larger
+    parameter: str  # whose it is
+
+
+def compare(
+    build: Callable[[], nn.Module],
+    batches: Sequence[Mapping[str, Tensor]],
+    *,
+    documents: Sequence[Sequence[int]] | None = None,
+    lengths: Sequence[int] | None = None,
+    attention: str = "auto",
+    prepare: Callable[[Any], None] = lambda attached: None,
+) -> Errors:
+    """Losses and gradients of all ranks, of batches whose forward passes come before all backward passes.
+
+    Collective. With documents one device has each of them alone, as a batch of its own.
+    """
+    size = dist.get_world_size()
+    with InDouble():
+        alone = build()
+        wanted = sum(_run_alone(alone, batch, documents) for batch in batches)
+        model = build()
+        names = [*model.state_dict()]
+        attached = attach(model, attention=attention)
+        prepare(attached)
+        losses = [model(**attached.shard(batch, documents, lengths)).loss for batch in batches]
+        for loss in losses:
+            loss.backward()
+    attached.reduce_gradients()
+    found = torch.stack([loss.detach() for loss in losses]).sum()
+    if size > 1:
+        dist.all_reduce(found)
+    assert [*model.state_dict()] == names
+    attached.detach()
+    grads = {name: x.grad for name, x in alone.named_parameters() if x.grad is not None}
+    largest = max(float(grad.norm()) for grad in grads.values())
+    errors = {}
+    for name, x in model.named_parameters():
+        if x.grad is not None:
+            grad = grads.get(name, torch.zeros_like(x))
+            errors[name] = float((x.grad - grad).norm()) / max(float(grad.norm()), 1e-3 * largest)
+    assert errors.keys() >= grads.keys(), f"no gradient: {sorted(grads.keys() - errors.keys())}"
+    worst = max(errors, key=lambda name: errors[name])
+    return Errors(abs(float(found) - wanted) / abs(wanted), errors[worst], worst)
+
+
+def _run_alone(model: Any, batch: Mapping[str, Tensor], documents: Sequence[Sequence[int]] | None) -> float:
+    if documents is None:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        return float(loss.detach())
+    parts = [(row, *ends) for row, borders in enumerate(documents) for ends in itertools.pairwise(borders)]
+    count = sum(int((batch["labels"][row, start + 1 : stop] != IGNORED).sum()) for row, start, stop in parts)
+    total = 0.0
+    for row, start, stop in parts:
+        part = {name: x[row : row + 1, start:stop] for name, x in batch.items()}
+        loss = model(**part, use_cache=False, num_items_in_batch=count).loss
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def drop_a_state(attached: Any) -> None:
+    """On rank 1 nothing arrives from rank 0 in the first scan of states, or of softmax attention's keys."""
+    if attached.rank != 1:
+        return
+    over, seen = attached._over, []
+    if attached.layers["linear"]:
+        for scan in (over.exchange.states, over.exchange.halo):
+            _drop_first(scan, seen)
+    else:
+        over.for_softmax = lambda *_: over.exchange.replaced(attention=LocalAttention())
+
+
+def _drop_first(scan: Any, seen: list[Any]) -> None:
+    launch = scan.launch
+
+    def dropping(request: Any) -> Any:
+        found = launch(request)
+        # Once of each kind: a layer of convolutions has no other states.
+        if not request.reverse and scan not in seen:
+            seen.append(scan)
+            wait = found.wait
+            found.wait = lambda: torch.zeros_like(wait())
+        return found
+
+    scan.launch = dropping
 
 
 _FLA: dict[str, Any] = {

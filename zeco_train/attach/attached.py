@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeco_train.attach.forward import AttachError, Checkpoint, Frame, Layer, Pass, current, pop, push
 from zeco_train.attach.audit import audit_modules
+from zeco_train.attach.forward import AttachError, Checkpoint, Frame, Layer, Pass, current, pop, push
 from zeco_train.attach.inline import inline_of
 from zeco_train.attach.layers import MIXING_MODULES, find_layers, forward_of, names_of
 from zeco_train.attach.linear import ANSWERS
@@ -56,7 +56,7 @@ def attach(
     """Make a model of transformers or fla exact where each rank of a group has consecutive tokens of every sequence.
 
     Outputs are of the rank's tokens. The ranks' losses, and their gradients, add up to those of one device. Collective
-    over the group; the model and its parameters are the same on all ranks. Wrap it by PEFT before, by DDP or FSDP after.
+    over the group, whose ranks have the same parameters. Wrap the model by PEFT before, by DDP or FSDP after.
 
     Args:
         model: whose layers mix tokens by functions that are known, see docs/attach.md.
@@ -103,6 +103,10 @@ class Attached:
         self._is_random = any(map(_is_random, model.modules()))
         self._settings: list[tuple[Any, str, Any]] = []
         self._attach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
+        # A copy of the model is attached to the same ranks.
+        return self
 
     def shard(
         self, batch: Mapping[str, Any], documents: Documents | None = None, lengths: Sequence[int] | None = None
@@ -220,7 +224,7 @@ class Attached:
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
         self._undo.append(lambda: vars(module).pop("forward"))
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Before the model's own forward function: the pass begins.
         if self._is_off:
             return None
@@ -229,16 +233,20 @@ class Attached:
         if position is None:
             raise AttachError(f"{POSITION}: the batch was not cut; call `shard`, or the model within `off()`")
         for name, remedy in _REFUSED.items():
-            if kwargs.get(name) is not None and kwargs[name] is not False:
+            value = kwargs.get(name)
+            if value is not None and not (isinstance(value, int) and value == 0):
                 raise AttachError(f"{name}: {remedy}")
-        tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        if len(args) > 1:
+            raise AttachError(f"{type(module).__name__}: takes {len(args)} arguments by position, expected names")
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         self._check_position(position, tokens)
         check_labels(self._root, self._names, kwargs)
         positions = kwargs.get("position_ids")
         if "position_ids" not in self._parameters:
             kwargs.pop("position_ids", None)
-        self._wrap_checkpoints()
-        state = _draw_apart(tokens, self.rank) if self.model.training and self._is_random else None
+        self._wrap_checkpoints(module)
+        state = _draw_apart(tokens, self.rank) if module.training and self._is_random else None
         labels = {name: kwargs.get(name) for name in ("shift_labels", "num_items_in_batch")}
         push(Frame(Pass(position, self._over, positions, labels, kwargs.pop("attention_mask", None), state)))
         return args, kwargs
@@ -259,14 +267,16 @@ class Attached:
             of = f"rank {position.rank} of {len(position.bounds) - 1}"
             raise AttachError(f"{POSITION}: of {of}, this is rank {self.rank} of {self.size}")
 
-    def _wrap_checkpoints(self) -> None:
+    def _wrap_checkpoints(self, model: nn.Module) -> None:
         # Each time: a trainer may enable checkpointing, or change its function, whenever it likes.
-        for module in self.model.modules():
+        for module in model.modules():
             for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
                 function = vars(module).get(name)
                 if callable(function) and not isinstance(function, Checkpoint):
                     setattr(module, name, Checkpoint(function))
-                    self._undo.append(lambda module=module, name=name, function=function: setattr(module, name, function))
+                    self._undo.append(
+                        lambda module=module, name=name, function=function: setattr(module, name, function)
+                    )
 
 
 # Ranks whose generators are alike would drop the same places of different tokens. The numbers after the pass are those
@@ -302,22 +312,22 @@ def _set(settings: Sequence[tuple[Any, str, Any]]) -> None:
 
 
 def _entering(attached: Attached, layer: Layer) -> Callable[..., None]:
-    def enter(*_: Any) -> None:
+    def enter(module: nn.Module, *_: Any) -> None:
         if attached._is_off:
             return
         frame = current()
         if frame is None or frame.of.over is not attached._over:
             problem = "runs outside its model's forward pass, or is computed again by a checkpoint of another library"
             raise layer.error(problem)
-        push(replace(frame, layer=replace(layer)))
+        push(replace(frame, layer=replace(layer, module=module)))
 
     return enter
 
 
 def _leaving(attached: Attached, layer: Layer) -> Callable[..., None]:
-    def leave(_: nn.Module, __: Any, output: Any) -> None:
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
         frame = current()
-        if attached._is_off or frame is None or frame.layer is None or frame.layer.module is not layer.module:
+        if attached._is_off or frame is None or frame.layer is None or frame.layer.module is not module:
             return
         pop()
         # None: an error is under way.

@@ -1,4 +1,4 @@
-"""Which modules of a model mix tokens beside its attached layers: each is called again with its tokens in another order."""
+"""Which modules mix tokens beside the attached layers: each is called again with its tokens in another order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def audit_modules(model: nn.Module, batch: Mapping[str, Any], attached: Sequence
     length = _length(model, tokens.shape[1])
     name = "input_ids" if "input_ids" in batch else "inputs_embeds"
     around = {module for module in model.modules() if {*module.modules()} & {*attached}}
-    found: list[str] = []
+    found: dict[nn.Module, str] = {}
     again = [False]
 
     def check(name: str) -> Any:
@@ -37,15 +37,16 @@ def audit_modules(model: nn.Module, batch: Mapping[str, Any], attached: Sequence
             finally:
                 again[0] = False
             pairs = zip(_tensors(_moved(output, length)), _tensors(other), strict=False)
-            if not all(_equal(x, y) for x, y in pairs):
-                found.append(f"{name} ({type(module).__name__})")
+            # Not also the modules around one that mixes.
+            if not all(_equal(x, y) for x, y in pairs) and not found.keys() & {*module.modules()}:
+                found[module] = f"{name} ({type(module).__name__})"
 
         return hook
 
     hooks = [
         module.register_forward_hook(check(name), with_kwargs=True)
         for name, module in model.named_modules()
-        if module not in around
+        if name and module not in around
     ]
     training = model.training
     try:
@@ -55,7 +56,7 @@ def audit_modules(model: nn.Module, batch: Mapping[str, Any], attached: Sequence
         model.train(training)
         for one in hooks:
             one.remove()
-    return [*dict.fromkeys(found)]
+    return [*found.values()]
 
 
 # A number of tokens that is the size of nothing else, so that a tensor's dimension of this size is that of its tokens.

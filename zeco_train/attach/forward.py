@@ -1,7 +1,7 @@
 """One forward pass of an attached model: where its tokens lie, and what its layers receive from other ranks.
 
-A pass is known to the thread that runs it, and to functions that a checkpoint calls again, from whichever thread. So two
-batches may be in flight, and a recomputation reads the batch of its own forward pass.
+A pass is known to the thread that runs it, and to functions that a checkpoint calls again, from whichever thread. So
+two batches may be in flight, and a recomputation reads the batch of its own forward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Pass:
             self._on_devices[key] = (known or self.position).over(exchange).on(x)
         return self._on_devices[key]
 
-
     def positions_of(self, x: Tensor) -> Tensor:
         """`positions` on the device of x."""
         if self.positions is None:
@@ -88,6 +87,11 @@ class Frame:
             self.keep.append(state.received)
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module was written as: FSDP2 makes one of its own of it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed"))
+
+
 @dataclass
 class Layer:
     """An attached layer."""
@@ -98,7 +102,7 @@ class Layer:
     calls: int = 0  # that were answered; of a frame's own copy
 
     def __str__(self) -> str:
-        return f"{self.name} ({type(self.module).__name__})"
+        return f"{self.name} ({class_of(self.module).__name__})"
 
     def error(self, problem: str) -> AttachError:
         return AttachError(f"{self}: {problem}")

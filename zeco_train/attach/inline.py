@@ -1,6 +1,6 @@
 """Layers that compute in their own code what others call a function for: their forward functions are replaced.
 
-A replacement is for one text of a forward function, by its digest: a library that changes it is refused.
+A replacement is for one text of a class, by its digest: a library that changes it is refused.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zeco_train.attach.forward import Frame, Layer
+from zeco_train.attach.forward import Frame, Layer, class_of
 from zeco_train.attach.linear import convolution, mamba2_chunk_scan, refuse_unknown
 from zeco_train.ops import accumulation_dtype
 
 
 def lightning_attention(
-    frame: Frame, layer: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **rest: Any
+    frame: Frame,
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
     """`MiniMaxLightningAttention` of transformers: x [B, T, D] → y; head h decays by e^−slope."""
     refuse_unknown(frame, "forward", {"attention_mask": attention_mask, **rest})
@@ -32,7 +37,12 @@ def lightning_attention(
 
 
 def fla_mamba2(
-    frame: Frame, layer: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None, **rest: Any
+    frame: Frame,
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **rest: Any,
 ) -> tuple[Tensor, None, None]:
     """`Mamba2` of fla: x [B, T, D] → y."""
     refuse_unknown(frame, "forward", {"attention_mask": attention_mask, "past_key_values": past_key_values, **rest})
@@ -53,7 +63,7 @@ def fla_mamba2(
 
 
 def _has_kernels(layer: Any) -> bool:
-    known = inspect.unwrap(type(layer).forward).__globals__["is_fast_path_available"]
+    known = inspect.unwrap(class_of(layer).forward).__globals__["is_fast_path_available"]
     return bool(known) and layer.in_proj.weight.device.type == "cuda"
 
 
@@ -64,14 +74,14 @@ _REPLACED: dict[tuple[str, str], tuple[str, Callable[..., Any]]] = {
 
 
 def inline_of(layer: Layer) -> Callable[..., Any] | None:
-    """What replaces the forward function of a layer, if it computes in its own code. Raises AttachError if that changed."""
-    kind = type(layer.module)
+    """What replaces the forward function of a layer with known code of its own. Raises AttachError if that changed."""
+    kind = class_of(layer.module)
     digest, replacement = _REPLACED.get((kind.__module__.partition(".")[0], kind.__name__), (None, None))
     if replacement is not None and digest_of(kind) != digest:
-        raise layer.error("its code has changed: a replacement is known for another text of its forward function")
+        raise layer.error("its code has changed: what replaces its forward function was written for another text")
     return replacement
 
 
 def digest_of(kind: type) -> str:
-    """Of the text of a class's forward function, and of what it calls in its own class."""
+    """Of the text of a class."""
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zeco_train.attach.forward import AttachError, Layer
+from zeco_train.attach.forward import AttachError, Layer, class_of
 from zeco_train.attach.inline import inline_of
 from zeco_train.attach.linear import ANSWERS
 from zeco_train.attach.softmax import SOFTMAX
@@ -34,13 +34,13 @@ MIXING_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAtten
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
     """The function that the class of a module was written with, below decorators."""
-    return inspect.unwrap(type(module).forward)
+    return inspect.unwrap(class_of(module).forward)
 
 
 def names_of(module: nn.Module) -> set[str]:
     """The names that the forward function of a module uses, and those of its own methods and module that it calls."""
     function = forward_of(module)
-    return _names(function, type(module)) if isinstance(function, FunctionType) else set()
+    return _names(function, class_of(module)) if isinstance(function, FunctionType) else set()
 
 
 def _names(function: FunctionType, owner: type) -> set[str]:
@@ -53,7 +53,6 @@ def _names(function: FunctionType, owner: type) -> set[str]:
         seen.add(one.__code__)
         for name in _code_names(one.__code__):
             found.add(name)
-            # `hidden_states` in a module's globals is another thing than a method of this name, but no harm.
             for other in (inspect.getattr_static(owner, name, None), one.__globals__.get(name)):
                 other = inspect.unwrap(other) if isinstance(other, FunctionType) else other
                 if isinstance(other, FunctionType) and other.__module__ == function.__module__ and name not in ANSWERS:
@@ -69,42 +68,49 @@ def _code_names(code: CodeType) -> Iterator[str]:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """The layers to attach. Raises AttachError for one that mixes tokens in a way that is not known, or if none does."""
+    """The layers to attach. Raises AttachError for one that mixes tokens in unknown ways, or if none does."""
     found = []
     for name, module in model.named_modules():
         names = names_of(module)
-        layer = Layer(name, module, "softmax" if names & SOFTMAX.keys() | names & {REGISTRY} else "linear")
+        layer = Layer(name, module, "softmax" if names & {REGISTRY, *SOFTMAX} else "linear")
         if REGISTRY in names and getattr(module, "is_causal", True) is False:
             raise layer.error("is not causal")
-        if inline_of(layer) is not None or names & (ANSWERS.keys() | SOFTMAX.keys() | {REGISTRY}):
+        is_known = bool(names & {REGISTRY, *SOFTMAX, *ANSWERS})
+        if inline_of(layer) is not None:
             found.append(layer)
-        elif (problem := _problem(module, names)) is not None:
+        elif problem := _unknown_call(module, names) or (None if is_known else _own_attention(module, names)):
             raise layer.error(problem)
+        elif is_known:
+            found.append(layer)
     if not found:
         raise AttachError(f"{type(model).__name__}: has no layer that is known to mix tokens")
     return found
 
 
-def _problem(module: nn.Module, names: set[str]) -> str | None:
-    # Why a module that is not attached must not run over ranks.
-    if "transformers" not in type(module).__module__ and "fla" not in type(module).__module__.split("."):
+def _is_foreign(module: nn.Module) -> bool:
+    # Of these libraries, or of code beside a checkpoint (`transformers_modules`).
+    return class_of(module).__module__.startswith(("transformers", "fla."))
+
+
+def _unknown_call(module: nn.Module, names: set[str]) -> str | None:
+    if not _is_foreign(module):
         return None
-    function = forward_of(module)
-    for name in sorted(names):
-        thing = getattr(function, "__globals__", {}).get(name)
-        place = str(getattr(thing, "__module__", ""))
-        if name in _ATTENTIONS | _RECURRENCES:
-            return f"mixes tokens by {name}, outside the registry of attention functions"
-        if place.startswith("fla.ops.") and not place.startswith(_BY_TOKEN) and callable(thing):
-            return f"calls {name} of {place}, which is not known"
-        if has_kernel(thing) and name not in _STEPS:
-            return f"calls {name}, which is not known"
-    if "softmax" in names and names & _PRODUCTS:
-        return "computes attention in its own code"
+    space = getattr(forward_of(module), "__globals__", {})
+    for name in sorted(names - ANSWERS.keys() - SOFTMAX.keys() - _STEPS):
+        place = str(getattr(space.get(name), "__module__", ""))
+        is_operator = place.startswith("fla.ops.") and not place.startswith(_BY_TOKEN) and callable(space[name])
+        if name in _RECURRENCES or is_operator or has_kernel(space.get(name)):
+            return f"mixes tokens by {name}, which is not known over ranks"
+    return None
+
+
+def _own_attention(module: nn.Module, names: set[str]) -> str | None:
+    if _is_foreign(module) and (names & _ATTENTIONS or ("softmax" in names and names & _PRODUCTS)):
+        return "computes attention in its own code, not by the registry of attention functions"
     return None
 
 
 def has_kernel(thing: Any) -> bool:
-    # transformers wraps whatever mixes tokens by a function that looks for a package with a kernel.
+    """Whether transformers looks for a package with a kernel for a function, as it does for whatever mixes tokens."""
     code = getattr(thing, "__code__", None)
     return code is not None and code.co_filename.endswith("hub_kernels.py") and code.co_name == "wrapped"

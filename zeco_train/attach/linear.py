@@ -54,7 +54,7 @@ def _activation(frame: Frame, name: str | None) -> Callable[[Tensor], Tensor]:
 
 
 def convolution(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [B, T, C], weight [C, w], bias [C] or None → y as x, without activation."""
+    """X [B, T, C], weight [C, w], bias [C] or None → y as x, without activation."""
     if weight.shape[1] < 2:
         y = x * weight[:, 0]
         return y if bias is None else y + bias
@@ -62,7 +62,12 @@ def convolution(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 def causal_conv1d_fn(
-    frame: Frame, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **rest: Any
+    frame: Frame,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **rest: Any,
 ) -> Tensor:
     """transformers: x [B, C, T], weight [C, w] → y as x."""
     refuse_unknown(frame, "causal_conv1d_fn", rest)
@@ -107,7 +112,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' gated delta rule, and Kimi's with a decay a channel: g is the log-decay, beta the strength."""
+    """Transformers' gated delta rule, and Kimi's with a decay a channel: g is the log-decay, beta the strength."""
     refuse_unknown(frame, "the delta rule", rest)
     return delta_rule(frame, query, key, value, g, beta, unit_norm=use_qk_l2norm_in_kernel), None
 
@@ -126,7 +131,7 @@ def mamba2_chunk_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **rest: Any,
 ) -> Tensor:
-    """x [B, T, H, P], dt [B, T, H], A [H], B and C [B, T, G, N], D [H] or [H, P] → y [B, T, H, P]."""
+    """X [B, T, H, P], dt [B, T, H], A [H], B and C [B, T, G, N], D [H] or [H, P] → y [B, T, H, P]."""
     refuse_unknown(frame, "mamba2_chunk_scan", rest)
     x, dtype = hidden_states, accumulation_dtype(hidden_states.dtype)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
@@ -176,7 +181,7 @@ def fla_delta_rule(
     allow_neg_eigval: bool = False,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """fla's delta rules, with a decay a head, a channel, or none; g and beta may be what a kernel makes gates of."""
+    """Fla's delta rules, with a decay a head, a channel, or none; g and beta may be what a kernel makes gates of."""
     # Of states and of kernels' forms.
     refuse_unknown(frame, "the delta rule", rest, state_v_first=True, safe_gate=True)
     dtype = accumulation_dtype(v.dtype)

@@ -25,7 +25,9 @@ def check_losses(model: nn.Module, names: set[str], config: Any) -> None:
     """Refuse a model, given the names in its code, whose loss has terms that the ranks' parts do not add up to."""
     for setting in _MEANS:
         if getattr(config, setting, None):
-            raise AttachError(f"{type(model).__name__}: {setting}={getattr(config, setting)} is a mean over one rank's tokens")
+            raise AttachError(
+                f"{type(model).__name__}: {setting}={getattr(config, setting)} is a mean over one rank's tokens"
+            )
     if unknown := sorted(name for name in names if name.endswith("loss_func") and name not in LOSSES):
         raise AttachError(f"{type(model).__name__}: {unknown[0]} is a loss that is not known over ranks")
 
@@ -78,7 +80,7 @@ def load_balancing(
     top_k: int = 2,
     attention_mask: Tensor | None = None,
 ) -> Tensor | int:
-    """transformers' balancing loss of experts, logits [B T, experts] of each layer: this rank's part of all ranks'.
+    """Transformers' balancing loss of experts, logits [B T, experts] of each layer: this rank's part of all ranks'.
 
     With f_e the share of all ranks' tokens that chose expert e, and p_e the mean of its probabilities, it is
     experts · Σ_e f_e p_e: f has no gradient, so each rank adds its own part of the p_e.

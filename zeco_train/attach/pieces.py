@@ -18,8 +18,24 @@ IGNORED = -100
 # Along tokens.
 _BY_TOKEN = ("input_ids", "inputs_embeds")
 # What is read here, and need not reach the model.
-_READ = ("attention_mask", "cu_seqlens", "cu_seq_lens_k", "cu_seq_lens_q", "labels", "max_length_k", "max_length_q", "seq_idx")
-_KEPT = ("num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache")
+_READ = (
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "labels",
+    "max_length_k",
+    "max_length_q",
+    "seq_idx",
+)
+_KEPT = (
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+)
 
 Documents = Tensor | Sequence[int] | Sequence[Sequence[int] | Tensor]
 
@@ -68,9 +84,7 @@ def _bounds(seq_len: int, size: int, lengths: Sequence[int] | None) -> list[int]
 
 
 # Of each row the borders of its documents; None: each row is one.
-def _documents(
-    batch: Mapping[str, Any], documents: Documents | None, rows: int, seq_len: int
-) -> list[Tensor] | None:
+def _documents(batch: Mapping[str, Any], documents: Documents | None, rows: int, seq_len: int) -> list[Tensor] | None:
     if documents is None:
         documents = batch.get("cu_seq_lens_q", batch.get("cu_seqlens"))
     if documents is not None:

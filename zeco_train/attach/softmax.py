@@ -1,7 +1,7 @@
 """Softmax layers: transformers' registry of attention functions and of masks.
 
-A layer's mask tells which keys a query reads, so this project's mask function answers with the one number that is left of
-it, the window, and refuses every mask that is neither causal nor a window, over documents.
+A layer's mask tells which keys a query reads, so this project's mask function answers with the one number that is left
+of it, the window, and refuses every mask that is neither causal nor a window, over documents.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: q [B, H, T, D], k [B, G, T, D], v [B, G, T, V] → [B, T, H, V]."""
+    """Transformers' attention function: q [B, H, T, D], k [B, G, T, D], v [B, G, T, V] → [B, T, H, V]."""
     frame = _frame(module)
     assert frame.layer is not None
     # `is_causal` says what the mask says.
@@ -69,7 +69,7 @@ def attention(
 
 
 def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """q [B, T, H, D], k [B, T, G, D], v [B, T, G, V] → o [B, T, H, V], over all ranks' tokens."""
+    """Q [B, T, H, D], k [B, T, G, D], v [B, T, G, V] → o [B, T, H, V], over all ranks' tokens."""
     width, values = q.shape[-1], v.shape[-1]
     # Kernels want one width: zeros in keys and queries change no score, zeros in values are cut off.
     scale = width**-0.5 if scale is None else scale
@@ -91,7 +91,7 @@ def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, w
 
 
 def window_of_mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
-    """transformers' mask function: [1, 1, 1, 1] int64 on the CPU, keys that a query reads at most; 0: no limit."""
+    """Transformers' mask function: [1, 1, 1, 1] int64 on the CPU, keys that a query reads at most; 0: no limit."""
     if attention_mask is not None:
         raise AttachError("attention_mask: `shard` takes it out of the batch; no layer gets one")
     parts = dict(_parts(mask_function))
@@ -100,10 +100,11 @@ def window_of_mask(*args: Any, mask_function: Any, attention_mask: Tensor | None
     return torch.full(_SHAPE, min((window for window in parts.values() if window is not None), default=0))
 
 
-# The functions that transformers composes a mask of, by name, and their windows. A sample of the mask's values would not
-# do: a window that is wider than a rank's slice looks causal there.
+# The functions that transformers composes a mask of, by name, and their windows. A sample of the mask's values would
+# not do: a window that is wider than a rank's slice looks causal there.
 def _parts(function: Any) -> Iterator[tuple[str, int | None]]:
-    place, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function)).partition(".")[0]
+    place, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
+    name = name.partition(".")[0]
     inside = inspect.getclosurevars(function).nonlocals if place == "transformers.masking_utils" else {}
     if inside.keys() >= {"mask_functions"} and name == "and_masks":
         for part in inside["mask_functions"]:

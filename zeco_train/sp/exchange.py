@@ -162,9 +162,7 @@ class GroupExchange:
         ConfigError: torch.distributed is not initialised, or this process is not in the group.
     """
 
-    def __init__(
-        self, config: SPConfig, group: ProcessGroup | None, timeout: timedelta, *, halo: bool = False
-    ) -> None:
+    def __init__(self, config: SPConfig, group: ProcessGroup | None, timeout: timedelta, *, halo: bool = False) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             remedy = "call torch.distributed.init_process_group first; one process alone needs no ranks"
             raise ConfigError("group", group, f"torch.distributed is not initialised: {remedy}")
