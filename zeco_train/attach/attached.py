@@ -87,6 +87,9 @@ class Attached:
     def __init__(
         self, model: nn.Module, group: ProcessGroup | None, attention: AttentionChoice, timeout: timedelta
     ) -> None:
+        hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+        if any(isinstance(getattr(hook, "__self__", None), Attached) for hook in hooks):
+            raise AttachError(f"{type(model).__name__}: is attached already; call `detach` first")
         self.model = model
         self.attached = find_layers(model)
         self.layers = {
@@ -253,13 +256,17 @@ class Attached:
         push(Frame(Pass(position, self._over, positions, labels, kwargs.pop("attention_mask", None), state)))
         return args, kwargs
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         frame = current()
         if frame is None or self._is_off or frame.of.over is not self._over:
             return
         pop(within=frame.of)
         for generator, state in frame.of.random_state or ():
             generator.set_state(state)
+        logits, tokens = getattr(output, "logits", None), frame.of.position.num_tokens
+        if isinstance(logits, torch.Tensor) and (logits.dim() < 3 or logits.shape[1] != tokens):
+            problem = f"logits {list(logits.shape)} are not of the {tokens} tokens of a rank"
+            raise AttachError(f"{type(module).__name__}: {problem}, but of some of all ranks'")
 
     def _check_position(self, position: Any, tokens: torch.Tensor) -> None:
         if tokens.shape[1] != position.num_tokens:
