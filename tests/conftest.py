@@ -97,6 +97,7 @@ TOGETHER = dict.fromkeys(COMPILING, "compiling")
 # Importing fla's models takes a worker 5 s once, and transformers 1 s; the files of hf share what they export, too.
 IMPORTING = {f"hf/{path.stem}" for path in Path(__file__).parent.glob("hf/test_*.py")}
 IMPORTING |= {"checkpoint/test_earlier_versions", *(f"data/test_{name}" for name in ("prepare", "tokenizer"))}
+IMPORTING.add("attach/test_command")
 TOGETHER |= dict.fromkeys({*IMPORTING, "data/test_tokenizer_files", "generate/test_text"}, "transformers")
 # As parsing all sources does.
 TOGETHER |= dict.fromkeys({"test_rooms", "test_size"}, "sources")

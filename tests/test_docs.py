@@ -19,6 +19,7 @@ from launch import sweep
 from tests.support.commands import REPOSITORY, SMALL
 from tests.support.documented import PAGES, Documented, checkout, commands_of, run
 from zeco_train import compare
+from zeco_train.attach.__main__ import ProofSettings
 from zeco_train.bench import __main__ as bench
 from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import describe, load_config
@@ -198,6 +199,7 @@ _READERS: dict[str, Callable[[list[str]], object]] = {
     ),
     "zeco_train.plan": lambda arguments: build_case(plan_config.parse(arguments)),
     "zeco_train.verify": lambda arguments: load_settings(VerifyConfig, arguments),
+    "zeco_train.attach": lambda arguments: load_settings(ProofSettings, arguments[2:]),
     "zeco_train.bench": lambda arguments: bench.CASES[arguments[0]].config.load(arguments[1:]),
     "zeco_train.evaluate": evaluate_command.parse,
     "zeco_train.generate": generate_options.parse,

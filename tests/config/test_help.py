@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from models.mixer_registry import LAYERS, MIXERS, describe_mixer
 from tests.support.commands import REPOSITORY, run_here
+from zeco_train.attach.__main__ import ProofSettings
 from zeco_train.bench import __main__ as bench
 from zeco_train.bench.__main__ import CASES
 from zeco_train.config.help import WIDTH, describe_settings, first_clause, keys_of, meanings
@@ -33,7 +34,7 @@ from zeco_train.verify.config import VerifyConfig
 SETTINGS: dict[str, Any] = {
     **{f"bench {name}": case.config for name, case in CASES.items()},
     **{f"evaluate {name}": kind.load() for name, kind in {**TASKS, LM_EVAL: STANDARD}.items()},
-    **{kind.__name__: kind for kind in (VerifyConfig, PlanSettings, ExportSettings, ParitySettings)},
+    **{kind.__name__: kind for kind in (VerifyConfig, PlanSettings, ExportSettings, ParitySettings, ProofSettings)},
 }
 
 

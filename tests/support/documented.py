@@ -27,7 +27,8 @@ _NEEDS = re.compile(r"\bneeds: ([^;]+)")
 _MINUTES = re.compile(r"(\d+) minutes?")
 # All that a command may need. Minutes are of two CPU cores.
 _KNOWN = re.compile(
-    rf"{_MINUTES.pattern}|a GPU|\d GPUs|the network|the quickstart|Slurm|root|a W&B account|your data|a run of yours"
+    rf"{_MINUTES.pattern}|a GPU|\d GPUs|the network|the quickstart|Slurm|root|a W&B account|your data|"
+    r"a (?:run|model) of yours"
 )
 _ASSIGNMENT = re.compile(r"\w+=\S")
 _RUN = "name=quickstart data=tokens data.path=held train.steps=2"

@@ -5,6 +5,7 @@ Must not start threads or query CUDA devices: neither survives a fork.
 
 import functools
 import gc
+import sys
 
 import pytest  # noqa: F401 - by the modules of tests, which the ranks' functions lie in
 import torch._dynamo
@@ -17,6 +18,12 @@ import zeco_train.training.opening  # noqa: F401
 from data.sources import corpora
 from tests.support.training import SMALL
 from zeco_train.config.schema import load_config
+
+# Foreign models take each rank 3 s; without fla, whose kernels they would call, which no CPU runs.
+sys.modules["fla"] = None  # type: ignore[assignment]
+import transformers.models.qwen3_next.modeling_qwen3_next  # noqa: E402, F401
+
+del sys.modules["fla"]
 
 # The parsers of Hydra and OmegaConf build their tables on first use.
 load_config(SMALL)

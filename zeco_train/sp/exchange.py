@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeco_train.collectives import ScanWorker
 from zeco_train.collectives.halo import HALO
-from zeco_train.collectives.topology import Topology
-from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups
+from zeco_train.collectives.topology import Topology, find_topology
+from zeco_train.distributed.mesh import ProcessMesh, attention_group, halo_groups, twin_groups
+from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.seam import AttentionMethod, Exchange
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
@@ -143,3 +145,61 @@ def connect(
             scan.prepare(device)
     attention = LocalAttention() if size == 1 else None
     return Exchange(states, neighbours, attention, is_first=rank == 0, is_last=rank == size - 1)
+
+
+class GroupExchange:
+    """An `Exchange` over a process group of a program that is not this project's trainer.
+
+    Made collectively over the group. Methods of softmax attention are made when a layer first needs one.
+
+    Args:
+        config: which backend and method of attention.
+        group: of torch.distributed, with this process in it; None is the default group.
+        timeout: the longest wait for another rank.
+        halo: states that cross one border only are sent in a scan of their own.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or this process is not in the group.
+    """
+
+    def __init__(self, config: SPConfig, group: ProcessGroup | None, timeout: timedelta, *, halo: bool = False) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            remedy = "call torch.distributed.init_process_group first; one process alone needs no ranks"
+            raise ConfigError("group", group, f"torch.distributed is not initialised: {remedy}")
+        group = dist.group.WORLD if group is None else group
+        if group is None or (rank := dist.get_rank(group)) < 0:
+            raise ConfigError("group", "NON_GROUP_MEMBER", "this process is not a member of it")
+        self.group, self.rank, self.size = group, rank, dist.get_world_size(group)
+        has_gpus = "nccl" in str(dist.get_backend_config(group))
+        self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpus else torch.device("cpu")
+        names = ["scan forward", "scan reverse", *(["halo forward", "halo reverse"] if halo else [])]
+        forward, reverse, *neighbours = twin_groups(group, timeout, names, urgent=has_gpus)
+        of_halo = (neighbours[0], neighbours[1]) if halo else None
+        topology = find_topology(forward)
+        self.exchange = connect(config, (forward, reverse), timeout, self.device, of_halo, topology)
+        self._attention, self._timeout = config.attention, timeout
+        self._methods: dict[str, Exchange] = {}
+
+    def for_softmax(self, q: Tensor, k: Tensor, window: int | None, tokens: int) -> Exchange:
+        """The exchange with a method for q [B, T, H, D], k [B, T, G, D]; collective at the first that needs another.
+
+        `tokens` of a rank, the same number on all ranks, so that they choose alike.
+        """
+        if self.size == 1:
+            return self.exchange
+        load = AttentionLoad(
+            heads=q.shape[2],
+            key_heads=k.shape[2],
+            head_dim=q.shape[3],
+            tokens=tokens,
+            ranks=self.size,
+            window=window,
+            itemsize=q.element_size(),
+            wide=accumulation_dtype(q.dtype).itemsize,
+        )
+        method = choose_method(self._attention, load)
+        if method.name not in self._methods:
+            (group,) = twin_groups(self.group, self._timeout, ["softmax attention"])
+            attention = build_attention(method, group, self._timeout, self.device)
+            self._methods[method.name] = self.exchange.replaced(attention=attention)
+        return self._methods[method.name]

@@ -15,12 +15,9 @@ from inspect import Parameter, Signature
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeco_train.collectives.topology import find_topology
-from zeco_train.distributed.mesh import twin_groups
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.attend import attend_at
@@ -30,11 +27,8 @@ from zeco_train.ops.operator import WIDE, Operator
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange
-from zeco_train.sp.attention.method import AttentionLoad
-from zeco_train.sp.attention.method_registry import AttentionChoice, build_attention, choose_method
 from zeco_train.sp.backend_registry import SHARING, Backend, SPConfig
-from zeco_train.sp.exchange import connect as connect_groups
-from zeco_train.sp.exchange import local_exchange
+from zeco_train.sp.exchange import GroupExchange, local_exchange
 
 
 @dataclass(frozen=True)
@@ -51,10 +45,7 @@ class Ranks:
     size: int
     backend: str
     _exchange: Exchange = field(repr=False)
-    _group: ProcessGroup | None = field(default=None, repr=False)
-    _timeout: timedelta = field(default=timedelta(), repr=False)
-    _device: torch.device | None = field(default=None, repr=False)
-    _methods: dict[str, Exchange] = field(default_factory=dict, repr=False)
+    _over: GroupExchange | None = field(default=None, repr=False)
 
     def position(
         self, like: Tensor, bounds: Sequence[int] | None, documents: Any, *, continues: bool
@@ -83,26 +74,11 @@ class Ranks:
                 raise
             raise ValueError(f"{error}; without bounds all ranks have {num_tokens} tokens, as this one") from error
 
-    def for_softmax(self, q: Tensor, k: Tensor, window: int | None) -> Exchange:
+    def for_softmax(self, q: Tensor, k: Tensor, window: int | None, bounds: Sequence[int]) -> Exchange:
         """The exchange with a method for these heads; collective at the first call that needs another method."""
-        if self._group is None:
+        if self._over is None:
             return self._exchange
-        load = AttentionLoad(
-            heads=q.shape[2],
-            key_heads=k.shape[2],
-            head_dim=q.shape[3],
-            tokens=q.shape[1],
-            ranks=self.size,
-            window=window,
-            itemsize=q.element_size(),
-            wide=accumulation_dtype(q.dtype).itemsize,
-        )
-        method = choose_method(AttentionChoice["auto"], load)
-        if method.name not in self._methods:
-            (group,) = twin_groups(self._group, self._timeout, ["softmax attention"])
-            attention = build_attention(method, group, self._timeout, self._device)
-            self._methods[method.name] = self._exchange.replaced(attention=attention)
-        return self._methods[method.name]
+        return self._over.for_softmax(q, k, window, max(bounds[-1] // self.size, 1))
 
 
 def connect(
@@ -122,18 +98,8 @@ def connect(
     """
     if backend not in SHARING:
         raise ConfigError("backend", backend, f"must be one of {', '.join(SHARING)}")
-    if not (dist.is_available() and dist.is_initialized()):
-        remedy = "call torch.distributed.init_process_group first; one process alone needs no ranks"
-        raise ConfigError("group", group, f"torch.distributed is not initialised: {remedy}")
-    group = dist.group.WORLD if group is None else group
-    if group is None or (rank := dist.get_rank(group)) < 0:
-        raise ConfigError("group", "NON_GROUP_MEMBER", "this process is not a member of it")
-    has_gpus = "nccl" in str(dist.get_backend_config(group))
-    device = torch.device("cuda", torch.cuda.current_device()) if has_gpus else torch.device("cpu")
-    forward, reverse = twin_groups(group, timeout, ["scan forward", "scan reverse"], urgent=has_gpus)
-    topology = find_topology(forward)
-    exchange = connect_groups(SPConfig(Backend(backend)), (forward, reverse), timeout, device, topology=topology)
-    return Ranks(rank, dist.get_world_size(group), backend, exchange, group, timeout, device)
+    over = GroupExchange(SPConfig(Backend(backend)), group, timeout)
+    return Ranks(over.rank, over.size, backend, over.exchange, over)
 
 
 @cache
@@ -322,7 +288,8 @@ def _softmax_attention(
         raise ValueError(f"window: expected a number of keys from 1 on, or None; got {window!r}")
     if of.size > 1 and bounds is None:
         raise ValueError(f"bounds: softmax attention over {of.size} ranks needs them, the same on every rank")
-    position = of.position(q, bounds, documents, continues=False).over(of.for_softmax(q, k, window)).on(q)
+    position = of.position(q, bounds, documents, continues=False)
+    position = position.over(of.for_softmax(q, k, window, position.bounds)).on(q)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, _ = attend_at(q, k, v, scale, position, (StateInput(), StateInput()), window)
     return o

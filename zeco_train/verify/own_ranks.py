@@ -1,4 +1,4 @@
-"""Ranks that `verify` starts itself, processes on this machine's CPU, for what needs more ranks than were launched."""
+"""Ranks that a command starts itself, processes on this machine's CPU: `verify`, of more ranks than were launched."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zeco_train.system.signals import die_with_launcher
-from zeco_train.verify.report import VerifyRow
 
 T = TypeVar("T")
-# Hands in the row of a case.
-HandIn = Callable[[VerifyRow], None]
+# Hands in the row of a case: anything that pickles but text.
+HandIn = Callable[[Any], None]
 # (rank, size, longest wait for a peer, hand in)
 Work = Callable[[int, int, timedelta, HandIn], None]
 
@@ -35,7 +34,13 @@ class OwnRanksError(Exception):
     """A rank failed, or no row came in time."""
 
 
-def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> Iterator[VerifyRow]:
+def rows_of_own_ranks(
+    work: Work,
+    size: int,
+    count: int,
+    timeout: timedelta,
+    imports: Sequence[str] = ("zeco_train.verify.step_cases",),
+) -> Iterator[Any]:
     """Run `work` on `size` new processes over gloo; the `count` rows of its cases as they come.
 
     Args:
@@ -43,13 +48,14 @@ def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> 
         size: number of ranks.
         count: number of rows.
         timeout: longest wait for a peer, and for the next row.
+        imports: modules that are imported once for all ranks, if there are such.
 
     Raises:
         OwnRanksError: a rank failed, or no row came in time.
     """
     context = multiprocessing.get_context("forkserver")
     # Imports would take each process seconds; a first call of a custom op imports torch._dynamo.
-    context.set_forkserver_preload([__name__, "torch._dynamo", "zeco_train.verify.step_cases"])
+    context.set_forkserver_preload([__name__, "torch._dynamo", *imports])
     with tempfile.TemporaryDirectory(prefix="zeco-verify-") as folder:
         pipes: dict[Connection, BaseProcess] = {}
         try:
@@ -68,7 +74,7 @@ def rows_of_own_ranks(work: Work, size: int, count: int, timeout: timedelta) -> 
                 pipe.close()
 
 
-def _answers(pipes: list[Connection], timeout: timedelta) -> Iterator[VerifyRow]:
+def _answers(pipes: list[Connection], timeout: timedelta) -> Iterator[Any]:
     while pipes:
         # Beyond the ranks' own timeout, whose error says which rank waited for which.
         ready = wait(pipes, timeout.total_seconds() + 15.0)

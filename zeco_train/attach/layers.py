@@ -1,0 +1,118 @@
+"""The layers of a model that mix tokens, found by the names that their code uses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from zeco_train.attach.forward import AttachError, Layer, class_of
+from zeco_train.attach.inline import inline_of
+from zeco_train.attach.linear import ANSWERS
+from zeco_train.attach.softmax import SOFTMAX
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+# Of one token after a cache, which an attached model has none of.
+_STEPS = {
+    "causal_conv1d_update",
+    "mamba2_selective_state_update",
+    "recurrent_kimi_delta_attention",
+    "torch_recurrent_gated_delta_rule",
+}
+_PRODUCTS = {"baddbmm", "bmm", "einsum", "matmul"}
+_ATTENTIONS = {"_flash_attention_forward", "flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention"}
+# Functions by which transformers' other models mix tokens in their own code.
+_RECURRENCES = {"_rnn_scan", "mlstm_backend", "rnn_scan", "rwkv_linear_attention"}
+# Of fla's operators, those that work token by token.
+_BY_TOKEN = ("fla.ops.attnres", "fla.ops.utils")
+# Modules that mix tokens when they are called; a layer may own one for its weights only.
+MIXING_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The function that the class of a module was written with, below decorators."""
+    return inspect.unwrap(class_of(module).forward)
+
+
+def names_of(module: nn.Module) -> set[str]:
+    """The names that the forward function of a module uses, and those of its own methods and module that it calls."""
+    function = forward_of(module)
+    return _names(function, class_of(module)) if isinstance(function, FunctionType) else set()
+
+
+def _names(function: FunctionType, owner: type) -> set[str]:
+    found: set[str] = set()
+    pending, seen = [function], set()
+    while pending:
+        one = pending.pop()
+        if one.__code__ in seen:
+            continue
+        seen.add(one.__code__)
+        for name in _code_names(one.__code__):
+            found.add(name)
+            for other in (inspect.getattr_static(owner, name, None), one.__globals__.get(name)):
+                other = inspect.unwrap(other) if isinstance(other, FunctionType) else other
+                if isinstance(other, FunctionType) and other.__module__ == function.__module__ and name not in ANSWERS:
+                    pending.append(other)
+    return found
+
+
+def _code_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code_names(constant)
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """The layers to attach. Raises AttachError for one that mixes tokens in unknown ways, or if none does."""
+    found = []
+    for name, module in model.named_modules():
+        names = names_of(module)
+        layer = Layer(name, module, "softmax" if names & {REGISTRY, *SOFTMAX} else "linear")
+        if REGISTRY in names and getattr(module, "is_causal", True) is False:
+            raise layer.error("is not causal")
+        is_known = bool(names & {REGISTRY, *SOFTMAX, *ANSWERS})
+        if inline_of(layer) is not None:
+            found.append(layer)
+        elif problem := _unknown_call(module, names) or (None if is_known else _own_attention(module, names)):
+            raise layer.error(problem)
+        elif is_known:
+            found.append(layer)
+    if not found:
+        raise AttachError(f"{type(model).__name__}: has no layer that is known to mix tokens")
+    return found
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    # Of these libraries, or of code beside a checkpoint (`transformers_modules`).
+    return class_of(module).__module__.startswith(("transformers", "fla."))
+
+
+def _unknown_call(module: nn.Module, names: set[str]) -> str | None:
+    if not _is_foreign(module):
+        return None
+    if class_of(module).__name__.endswith("Indexer"):
+        return "selects the keys that queries read, from one rank's"
+    space = getattr(forward_of(module), "__globals__", {})
+    for name in sorted(names - ANSWERS.keys() - SOFTMAX.keys() - _STEPS):
+        place = str(getattr(space.get(name), "__module__", ""))
+        is_operator = place.startswith("fla.ops.") and not place.startswith(_BY_TOKEN) and callable(space[name])
+        if name in _RECURRENCES or is_operator or has_kernel(space.get(name)):
+            return f"mixes tokens by {name}, which is not known over ranks"
+    return None
+
+
+def _own_attention(module: nn.Module, names: set[str]) -> str | None:
+    if _is_foreign(module) and (names & _ATTENTIONS or ("softmax" in names and names & _PRODUCTS)):
+        return "computes attention in its own code, not by the registry of attention functions"
+    return None
+
+
+def has_kernel(thing: Any) -> bool:
+    """Whether transformers looks for a package with a kernel for a function, as it does for whatever mixes tokens."""
+    code = getattr(thing, "__code__", None)
+    return code is not None and code.co_filename.endswith("hub_kernels.py") and code.co_name == "wrapped"
