@@ -341,7 +341,8 @@ class ModelConfig(OfModelConfig):
             them would not end within budget_seconds.
         dtype, matmul, compile, cuda_graphs, recompute, segments: as train.py's `train.dtype` and so on. Only dtype
             applies to `products`, and none to `fla`, which is trained in bf16.
-        strategy: parallelism of the parameters; not hsdp, which shards over other ranks with `dp` than with the rest.
+        strategy: parallelism of the parameters; not hsdp, which shards over other ranks with `dp` than with the rest,
+            nor torch_ddp, which joins a model to one step.
         check_tokens: tokens per rank in the correctness check.
         trace: also profile one step of each variant that trains; notes the overlap of communication and compute, the
             time in which nothing runs, and what the parts of the step take (`zeco_train.bench.trace`).
@@ -377,8 +378,8 @@ class ModelConfig(OfModelConfig):
         for tokens in self.tokens if self.seq_len else ():
             if tokens % self.seq_len:
                 raise ConfigError("tokens", tokens, f"must divide by seq_len={self.seq_len}")
-        if self.strategy is Strategy.hsdp:
-            raise ConfigError("strategy", self.strategy.name, "must be ddp, zero2 or zero3")
+        if self.strategy in (Strategy.hsdp, Strategy.torch_ddp):
+            raise ConfigError("strategy", self.strategy.name, "must be ddp, zero1, zero2 or zero3")
         for name in ("mixers", "every"):
             values = getattr(self, name)
             if len(set(values)) < len(values):

@@ -26,9 +26,9 @@ class Strategy(Enum):
         return self in (Strategy.ddp, Strategy.torch_ddp)
 
     @property
-    def gathers_once(self) -> bool:
-        """Whether a step gathers its weights once, for all of its passes."""
-        return self in (Strategy.ddp, Strategy.zero1, Strategy.zero2)
+    def keeps_weights(self) -> bool:
+        """Whether a rank has whole weights from a step's first pass to its last."""
+        return self.is_replicated or self in (Strategy.zero1, Strategy.zero2)
 
 
 @dataclass

@@ -133,7 +133,7 @@ def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: b
         model.set_requires_all_reduce(last)
     elif dist.get_world_size() > 1:
         model.set_requires_gradient_sync(last)
-    if strategy.gathers_once:
+    if strategy.keeps_weights:
         model.set_reshard_after_backward(last)
 
 

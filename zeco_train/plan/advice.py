@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
-from zeco_train.distributed.config import Strategy
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.attention_costs import attention_blocks, problem_of
 from zeco_train.plan.case import PlannedCase
@@ -83,7 +82,7 @@ def more_ranks(case: PlannedCase, headroom: float) -> Option | None:
 
 def fastest_shards(case: PlannedCase, headroom: float) -> Option | None:
     """The case with the fastest `parallel.shard_size` that fits, the largest of equals; None without one."""
-    if case.config.parallel.strategy is Strategy.ddp:
+    if case.config.parallel.strategy.is_replicated:
         return None
     sizes = reversed(divisors(case.world_size))
     fitting = (evaluate(case.with_changes(shard_size=size), headroom) for size in sizes)

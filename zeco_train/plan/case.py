@@ -27,7 +27,7 @@ from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.exchange import check_softmax
 from zeco_train.training.checks import kernel_calls
-from zeco_train.training.config import Compile, CudaGraphs
+from zeco_train.training.config import CudaGraphs
 from zeco_train.training.graphs import capture_problem
 
 
@@ -111,8 +111,7 @@ class PlannedCase:
     @property
     def compiled(self) -> bool:
         """Whether blocks are compiled by `torch.compile`."""
-        wanted = self.config.train.compile
-        return wanted is Compile.always or (wanted is Compile.auto and not self.machine.is_cpu)
+        return self.config.train.compile.applies(self.config.parallel.strategy, on_cuda=not self.machine.is_cpu)
 
     @property
     def is_replayed(self) -> bool:
