@@ -86,8 +86,10 @@ def test_losses_and_parameters_are_those_of_ddp(
 def _every_pair() -> list[Strategy]:
     """Each strategy once after each other one, and itself: a de Bruijn sequence."""
     every = [*Strategy]
-    pairs = [[one] + [x for other in every[number + 1 :] for x in (one, other)] for number, one in enumerate(every)]
-    return [*sum(pairs, []), every[0]]
+    found = []
+    for number, one in enumerate(every):
+        found += [one, *(x for other in every[number + 1 :] for x in (one, other))]
+    return [*found, every[0]]
 
 
 def _go_on(rank: int, world_size: int, folder: str, strategies: list[Strategy]) -> list[dict[str, Any]]:

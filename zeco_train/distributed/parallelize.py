@@ -5,8 +5,8 @@ Those of FSDP2 differ in the mesh, and in when they communicate, so norms and ch
 | strategy | mesh | weights in compute | gradients | master weights, optimizer state |
 |---|---|---|---|---|
 | `ddp` | (world, 1) | whole | whole | whole |
-| `zero1` | (world,) | gathered from a step's first forward to its last backward pass | whole, reduced once a step | sharded |
-| `zero2` | (world,) | likewise | sharded, reduced in every pass | sharded |
+| `zero1` | (world,) | gathered from a step's first forward to its last backward pass | whole until the last | sharded |
+| `zero2` | (world,) | likewise | sharded | sharded |
 | `zero3` | (world,) | gathered around each block in both passes | sharded | sharded |
 | `hsdp` | (dp, sp) | gathered around each micro-batch over an SP group | sharded, replicated over dp | likewise |
 | `torch_ddp` | – | whole | whole | whole |
@@ -15,7 +15,7 @@ With `shard_size` S the four that shard use the mesh (world / S, S): S adjacent 
 equal position in such groups hold the same shards.
 
 ZeRO's paper (Rajbhandari et al., 2020) counts master weights as optimizer state, and so does `zero1`. The last of a
-step's backward passes frees each block's gradient once it is reduced: over a single pass it is `zero2`.
+step's backward passes reduces the gradients, and frees each block's once that is done: a step of one pass is `zero2`'s.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def parameter_bytes(case: PlannedCase, itemsize: int) -> float:
 
 
 def _held_gradients(case: PlannedCase) -> float:
-    # What earlier passes of a step have left when the next one begins; torch's DDP has the memory of all from the start.
+    # What a step's earlier passes have left when the next one begins; torch's DDP has the memory of all from the start.
     own = parameter_bytes(case, case.master_bytes)
     if case.config.parallel.strategy is Strategy.torch_ddp:
         return own
