@@ -354,7 +354,7 @@ class LongestConfig(OfModelConfig):
             f"sp.size={1 if backend == 'dp' else self.ranks}", f"train.segments={self.segments}",
             f"train.compile={self.compile.name}", f"train.cuda_graphs={self.cuda_graphs.name}",
             "data=tokens", f"data.global_batch={dp_size * self.micro_batches}", "data.micro_batch=1",
-            "data.validation_fraction=0", "train.eval_sequences=0", f"train.steps={self.warmup + 1}",
+            "train.eval_sequences=0", f"train.steps={self.warmup + 1}",
             "sched=constant", "sched.warmup_steps=0", "checkpoint.every=0", "checkpoint.final=false",
             f"parallel.timeout_seconds={self.timeout_seconds}",
         ]  # fmt: skip

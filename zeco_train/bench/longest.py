@@ -25,8 +25,10 @@ from zeco_train.bench.case import Case, Report
 from zeco_train.bench.config import LongestConfig
 from zeco_train.bench.session import Row, Session
 from zeco_train.config.schema import Config
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError, ZecoError
+from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.advice import longest_sequence
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import PlanSettings, Request
@@ -44,13 +46,12 @@ COLUMNS = {
     "strategy": ("strategy", "<9"),
     "recompute": ("recompute", "<9"),
     "variant": ("backend", "<8"),
-    "tokens": ("tokens", ">11,"),
-    "planned_tokens": ("planned", ">11,"),
-    "ratio": ("of it", ">6.3f"),
-    "memory_gb": ("GB", ">7.2f"),
-    "tokens_per_second": ("tokens/s", ">10.0f"),
+    "tokens": ("tokens", ">11:,"),
+    "planned_tokens": ("planned", ">11:,"),
+    "ratio": ("of it", ">6:.3f"),
+    "memory_gb": ("GB", ">7:.2f"),
+    "tokens_per_second": ("tokens/s", ">10:.0f"),
     "trials": ("trials", ">6"),
-    "note": ("note", "<"),
 }
 
 
@@ -79,10 +80,10 @@ class Trials:
         self.count += 1
         with tempfile.TemporaryDirectory(prefix="zeco-longest-") as folder:
             _write_tokens(Path(folder, "store"), self.run, tokens)
-            settings = [*self.overrides, f"data.seq_len={tokens}", f"data.path='{folder}/store'", f"run_dir='{folder}'"]
+            settings = [*self.overrides, f"data.seq_len={tokens}", f"data.path='{folder}/store'", f"run_dir='{folder}/run'"]
             code, output = self._start([*settings, f"train.device={self.device}"])
             if code == 0:
-                rows = read_metrics(Path(folder, METRICS_FILE))
+                rows = read_metrics(Path(folder, "run", METRICS_FILE))
                 self.longest = max(self.longest, rows[-1] | {"seq_len": tokens}, key=lambda row: row.get("seq_len", 0))
                 return True
         if code == -signal.SIGKILL or any(sign in output for sign in _OUT_OF_MEMORY):
@@ -123,9 +124,9 @@ def run(config: LongestConfig, session: Session, report: Report) -> None:
     if gpus:
         report.note(f"on {config.ranks} of {len(gpus)} × {gpus[0]}")
     axes = itertools.product(config.every or [None], config.strategies, config.recompute, config.variants)
-    for setting in report.in_budget(axes, lambda setting: ", ".join(map(str, setting))):
+    for setting in report.in_budget(axes, _name):
         _, strategy, recompute, variant = setting
-        row: Row = {"strategy": strategy, "recompute": recompute, "variant": variant}
+        row: Row = {"strategy": strategy.name, "recompute": recompute.name, "variant": variant}
         try:
             overrides = config.trial_overrides(*setting)
             trials = Trials(config, config.load_trial(overrides), overrides, "cuda" if gpus else "cpu")
@@ -135,11 +136,16 @@ def run(config: LongestConfig, session: Session, report: Report) -> None:
         row["model"] = trials.run.model.name
         row |= _search(trials, _planned(config, trials.run, gpus))
         if "note" in row:
-            report.fail(f"{', '.join(map(str, setting))}: {row['note']}")
+            report.fail(f"{_name(setting)}: {row['note']}")
         report.add([row])
 
 
 CASE = Case("longest", LongestConfig, COLUMNS, run, starts_ranks=True)
+
+
+def _name(setting: tuple[int | None, Strategy, Recompute, str]) -> str:
+    every, strategy, recompute, variant = setting
+    return f"{variant}, {strategy.name}, recompute={recompute.name}" + ("" if every is None else f", every={every}")
 
 
 def _search(trials: Trials, planned: int | None) -> Row:

@@ -39,7 +39,7 @@ def largest(works: Callable[[int], bool], guess: int, most: int, precision: floa
     The search begins at a guess, moves from it in growing steps, and bisects until the smallest number that does not
     work is at most `precision` above the result, relative to it.
     """
-    found, fails, factor = 0, most + 1, 1.1
+    found, fails, factor = 0, most + 1, 1.1 if guess > 1 else 2.0
     number = min(max(guess, 1), most)
     while fails - found > max(1.0, precision * found):
         if works(number):
