@@ -40,7 +40,7 @@ from zeco_train.tracking.metrics import read_metrics
 
 # In the output of a trial: the line of this project, what C++ libraries say, and torchrun of a rank that the kernel
 # has killed for its memory.
-_OUT_OF_MEMORY = (": out of memory (", "bad_alloc", "Cannot allocate memory", "MemoryError", "SIGKILL")
+_OUT_OF_MEMORY = (": out of memory (", "bad_alloc", "Cannot allocate memory", "MemoryError", "Signal 9 (SIGKILL)")
 COLUMNS = {
     "model": ("model", "<20"),
     "strategy": ("strategy", "<9"),
