@@ -80,7 +80,12 @@ class Trials:
         self.count += 1
         with tempfile.TemporaryDirectory(prefix="zeco-longest-") as folder:
             _write_tokens(Path(folder, "store"), self.run, tokens)
-            settings = [*self.overrides, f"data.seq_len={tokens}", f"data.path='{folder}/store'", f"run_dir='{folder}/run'"]
+            settings = [
+                *self.overrides,
+                f"data.seq_len={tokens}",
+                f"data.path='{folder}/store'",
+                f"run_dir='{folder}/run'",
+            ]
             code, output = self._start([*settings, f"train.device={self.device}"])
             if code == 0:
                 rows = read_metrics(Path(folder, "run", METRICS_FILE))
