@@ -83,7 +83,7 @@ def _ablation(options: argparse.Namespace) -> Iterator[Row]:
 def _longest(options: argparse.Namespace) -> Iterator[Row]:
     out = options.out / "longest"
     own = ["model=lightning_1b", f"ranks={options.ranks}", "variants=[dp,lasp1]", "recompute=[none,full]"]
-    own += ["strategies=[ddp,zero1,zero2,zero3]", "every=[0,4]", f"out={out}"]
+    own += ["strategies=[ddp,zero1,zero2,zero3]", "every=[0,4]", "budget_seconds=3600", f"out={out}"]
     _start(1, "zeco_train.bench", "longest", *own, *options.settings)
     names = ("model", "strategy", "recompute", "variant", "tokens", "planned_tokens", "ratio", "tokens_per_second")
     for row in _rows(out):

@@ -298,8 +298,6 @@ class LongestConfig(OfModelConfig):
     Attributes:
         warmup: steps of a trial before its last one; CUDA graphs are captured in the third.
         variants: backends, as `sp=`.
-        budget_seconds: time for all searches; none is started that would end later, if it takes as long as the longest
-            so far.
         ranks: that train together; this command starts them.
         strategies, recompute: `parallel=` and `train.recompute`; every combination with `variants` is a search.
         every: patterns of softmax attention, one layer in this many, 0 in none; empty: the model's own.
@@ -314,7 +312,6 @@ class LongestConfig(OfModelConfig):
 
     warmup: int = 3
     variants: list[str] = field(default_factory=lambda: ["dp", *SHARING])
-    budget_seconds: float = 3600.0
     ranks: int = 1
     strategies: list[Strategy] = field(default_factory=lambda: [Strategy.zero2])
     recompute: list[Recompute] = field(default_factory=lambda: [*Recompute])
@@ -337,6 +334,8 @@ class LongestConfig(OfModelConfig):
             if len(set(values)) < len(values) or (not values and name != "every"):
                 raise ConfigError(name, values, "must be a list of different ones")
         check_least(self, ranks=1, segments=1, micro_batches=1, unit=1, most=1)
+        if self.most < (least := self.unit * self.segments * self.ranks):
+            raise ConfigError("most", self.most, f"must be ≥ {least}, one unit of each rank and segment")
         if not 0 <= self.precision < 1:
             raise ConfigError("precision", self.precision, "must be ≥ 0 and < 1")
         for name in ("memory_gb", "trial_seconds"):
