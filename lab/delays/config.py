@@ -66,7 +66,10 @@ class DelaysConfig(RunsConfig, OfModelConfig):
         _ = self.chosen
         check_least(self, hops=1, key_dim=1, value_dim=1, layers=2, drift_tokens=1, steps=1)
         self._check_lists(heads=1, tokens=1)
-        names = {"parts": PARTS, "strategies": [each.name for each in Strategy if each is not Strategy.hsdp]}
+        names = {
+            "parts": PARTS,
+            "strategies": [each.name for each in Strategy if each not in (Strategy.hsdp, Strategy.torch_ddp)],
+        }
         for name, allowed in names.items():
             values = getattr(self, name)
             if not values or len(set(values)) < len(values) or not {*values} <= {*allowed}:

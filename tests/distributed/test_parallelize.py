@@ -12,6 +12,7 @@ from models.mixers.gla import GLAConfig
 from models.spec import ModelSpec
 from tests.support.comparison import largest, relative
 from tests.support.distributed import on_ranks, run_distributed
+from tests.support.steps import BY_FSDP
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import init_mesh
 from zeco_train.distributed.parallelize import begin_micro_batch, global_norm, num_shards, parallelize
@@ -27,7 +28,7 @@ def _gradients(rank: int, world_size: int) -> dict[str, tuple[bool, bool, float]
     mesh = init_mesh(Launch(rank, world_size, rank), sp_size, torch.device("cpu"), timedelta(seconds=30))
     results = {}
     # The last one: shards within groups of two ranks.
-    for strategy, shard_size in (*((strategy, -1) for strategy in Strategy), (Strategy.zero3, sp_size)):
+    for strategy, shard_size in (*((strategy, -1) for strategy in BY_FSDP), (Strategy.zero3, sp_size)):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3)))
         parallelize(model, list(model), strategy, torch.float64, mesh, shard_size)
@@ -59,7 +60,8 @@ def _holds_whole_gradients(model: nn.Module) -> bool:
 def test_strategies_hold_expected_tensors_between_micro_batches(ranks: int) -> None:
     """One rank adds each micro-batch's gradients to its sums, and keeps no others."""
     results = run_distributed(_gradients, ranks)
-    expected = {"ddp": (ranks > 1, True), "zero2": (False, True), "zero3": (False, False), "hsdp": (False, False)}
+    expected = {"ddp": (ranks > 1, True), "zero1": (ranks > 1, True), "zero2": (False, True)}
+    expected |= {"zero3": (False, False), "hsdp": (False, False)}
     norms = []
     for rank in results:
         for strategy, (gradients, parameters, norm) in rank.items():

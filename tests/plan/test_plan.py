@@ -15,6 +15,7 @@ from tests.support.planning import EAGER, GLA_1B, command, make, make_case, plan
 from zeco_train.collectives.cost_model import Link, Load
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.config.schema import group_options
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.ops.slow_paths import stored_slow_downs
@@ -24,7 +25,7 @@ from zeco_train.plan.config import PlanSettings, parse
 from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
 from zeco_train.plan.report import _assumptions, as_json, as_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
-from zeco_train.plan.traffic import costs_of, load_of, scan_bytes, scan_choice
+from zeco_train.plan.traffic import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.numbers import divisors
 
@@ -67,6 +68,41 @@ def test_peak_memory_follows_each_setting() -> None:
         for segments in (32, 2)
     )
     assert long.peak - short.peak == long.kinds["states"] - short.kinds["states"] == 2 * 30 * 20 * 16 * 64 * 128 * 4
+
+
+def test_whole_gradients_and_weights_match_formulas() -> None:
+    """Of ZeRO-1, which reduces once a step, and torch's DDP, whose weights are those that it computes with."""
+    numbers = make_case("model=gla_1b").spec.num_parameters
+    shared = [*GLA_1B, "train.dtype=fp32", "world_size=4", "data.seq_len=65536", "data.global_batch=3", "sp.size=4"]
+    zero1, zero2, ddp, torchs = (
+        planned(*shared, f"parallel={name}") for name in ("zero1", "zero2", "ddp", "torch_ddp")
+    )
+    loss = [plan.memory.phases["loss"] for plan in (zero1, zero2, ddp, torchs)]
+    assert [each["gradients"] / numbers for each in loss] == pytest.approx([4, 1, 4, 4], rel=1e-3)
+    assert [each["optimizer"] / numbers for each in loss] == pytest.approx([2, 2, 8, 8], rel=1e-3)
+    assert [each["weights"] / numbers for each in loss] == pytest.approx([5, 5, 8, 4], rel=1e-3)
+    # Once sharded, gradients are sharded.
+    assert zero1.memory.phases["optimizer"] == zero2.memory.phases["optimizer"]
+    sent = [parameter_traffic(plan.case) for plan in (zero1, zero2, ddp, torchs)]
+    assert sent[1].scattered == 3 * sent[0].scattered > 0
+    assert (sent[0].gathered, sent[2]) == (sent[1].gathered, sent[3])
+    alone = [planned(*shared, "data.global_batch=1", f"parallel={name}") for name in ("zero1", "zero2", "torch_ddp")]
+    assert alone[0].memory.phases == alone[1].memory.phases
+    assert alone[2].memory.phases["loss"]["gradients"] == loss[3]["gradients"]
+
+
+def test_longest_sequences_fit_and_no_longer_ones() -> None:
+    shared = ["model=gla_tiny", "world_size=2", "sp.size=2", "gpu=h100", "memory_gb=4", "longest=true"]
+    code, text, _ = command(*shared, "train.dtype=bf16")
+    assert code == 0, text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[-6:]}
+    assert [*rows] == [each.value for each in Strategy]
+    assert rows["torch_ddp"][:2] == ["train.dtype=bf16:", "must"]
+    for column, (name, recompute) in enumerate(zip(("ddp", "zero1", "zero3"), Recompute, strict=True)):
+        found = int(rows[name][column].replace(",", ""))
+        case = make_case(*shared[:-1], f"parallel={name}", f"train.recompute={recompute.value}", "train.dtype=bf16")
+        assert plan_memory(case.with_changes(seq_len=found), 0.05).fits
+        assert not plan_memory(case.with_changes(seq_len=found + 2048), 0.05).fits
 
 
 def test_step_time_by_kind_matches_formula() -> None:

@@ -44,7 +44,7 @@ SEGMENTS = [
 
 def _case(segments: int, documents: bool, number: int = 0) -> Case:
     """Two micro-batches with documents, else one of two sequences; strategy and recompute cycle with `number`."""
-    strategy = [*Strategy][number % 4]
+    strategy = [*Strategy][number % len(Strategy)]
     recompute = [Recompute.full, Recompute.none, Recompute.selective][number % 3]
     return Case(
         strategy,

@@ -55,6 +55,8 @@ TINY = GLAConfig(
 # Divisible by ranks × segments for 1, 2, 3 ranks and 1, 2, 4, 8 segments; no shard is a multiple of a chunk of 64.
 SEQ_LEN = 240
 GLOBAL_BATCH = 2
+# The strategies by FSDP2.
+BY_FSDP = [strategy for strategy in Strategy if strategy is not Strategy.torch_ddp]
 # Document starts in sequences of that length: at the edge between two segments of four and inside them, then from
 # inside a segment over two whole ones of eight; at the middle, which is an edge of every cut; many tiny ones; and none
 # but one that began in an earlier sequence.

@@ -1,4 +1,4 @@
-"""Rules between the sections of a run: softmax layers, documents' lengths, and the task."""
+"""Rules between the sections of a run: softmax layers, documents' lengths, the task, and torch's DDP."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from data.store import TokenStore
 from models.attn import AttnConfig
 from models.config import LanguageModelConfig
 from models.mixer_registry import check_document, longest_document, unmasked_mixers
+from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import check_softmax
+from zeco_train.training.config import TrainConfig
 
 # Of section `model.attn`: they choose the layers; the others shape them.
 _CHOOSING = ("every", "offset", "layers")
@@ -36,6 +38,19 @@ def check_attention(model: LanguageModelConfig, sp: SPConfig, segments: int) -> 
         raise ConfigError("train.segments", segments, allowed)
     if sp.size > 0:
         check_softmax(sp, model, sp.size)
+
+
+def check_strategy(strategy: Strategy, train: TrainConfig) -> None:
+    """Check that torch's own DDP is not asked for what it does not do here."""
+    if strategy is not Strategy.torch_ddp:
+        return
+    for name, value, refused, allowed in (
+        ("dtype", train.dtype.value, "bf16", "must be fp32 or fp64 with parallel=torch_ddp, which casts no weights"),
+        ("matmul", train.matmul.value, "fp8", "must be bf16, the compute dtype, with parallel=torch_ddp"),
+        ("compile", train.compile.value, "always", "must be auto or never with parallel=torch_ddp, which is eager"),
+    ):
+        if value == refused:
+            raise ConfigError(f"train.{name}", value, allowed)
 
 
 def needs(model: LanguageModelConfig) -> Iterator[tuple[str, str, bool]]:

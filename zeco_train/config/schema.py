@@ -32,7 +32,7 @@ from zeco_train.config.composing import (
 )
 from zeco_train.config.help import Key, describe_groups, keys_of
 from zeco_train.config.overrides import apply_overrides, check_groups, find_value, is_of, of_groups
-from zeco_train.config.rules import check_attention, check_task
+from zeco_train.config.rules import check_attention, check_strategy, check_task
 from zeco_train.config.rules import needs as attention_needs
 from zeco_train.distributed.config import ParallelConfig
 from zeco_train.errors import ConfigError
@@ -85,6 +85,7 @@ class Config:
         check_config(self.data)
         check_attention(self.model, self.sp, self.train.segments)
         check_task(self.task, self.model, self.data, self.train.segments)
+        check_strategy(self.parallel.strategy, self.train)
         if not self.data.reset_state_at_document:
             check_document(self.model, "data.seq_len", self.data.seq_len)
         check_path("run_dir", self.run_dir)

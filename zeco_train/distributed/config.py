@@ -14,9 +14,21 @@ class Strategy(Enum):
     """How parameters, gradients and optimizer state are sharded; `parallelize.py` has the table."""
 
     ddp = "ddp"
+    zero1 = "zero1"
     zero2 = "zero2"
     zero3 = "zero3"
     hsdp = "hsdp"
+    torch_ddp = "torch_ddp"
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all parameters, gradients and optimizer state."""
+        return self in (Strategy.ddp, Strategy.torch_ddp)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a rank has whole weights from a step's first pass to its last."""
+        return self.is_replicated or self in (Strategy.zero1, Strategy.zero2)
 
 
 @dataclass
@@ -41,8 +53,8 @@ class ParallelConfig:
     def validate(self) -> None:
         if self.shard_size != -1 and self.shard_size < 1:
             raise ConfigError("parallel.shard_size", self.shard_size, "must be ≥ 1, or -1 for the strategy's default")
-        if self.shard_size != -1 and self.strategy is Strategy.ddp:
-            allowed = "ddp shards nothing; take parallel=zero2, zero3 or hsdp"
+        if self.shard_size != -1 and self.strategy.is_replicated:
+            allowed = f"{self.strategy.value} shards nothing; take parallel=zero1, zero2, zero3 or hsdp"
             raise ConfigError("parallel.shard_size", self.shard_size, allowed)
         if not 1 <= self.timeout_seconds <= 1e6:
             raise ConfigError("parallel.timeout_seconds", self.timeout_seconds, "must be from 1 to 1e6")
@@ -53,7 +65,7 @@ def count_shards(strategy: Strategy, shard_size: int, world_size: int, sp_size: 
 
     Raises ConfigError for a shard size that does not divide the world size.
     """
-    if strategy is Strategy.ddp:
+    if strategy.is_replicated:
         return 1
     if shard_size == -1:
         return sp_size if strategy is Strategy.hsdp else world_size

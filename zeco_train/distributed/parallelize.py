@@ -1,16 +1,21 @@
-"""Sharding of parameters, gradients and optimizer state: FSDP2 with four strategies.
+"""Sharding of parameters, gradients and optimizer state: FSDP2 with five strategies, and torch's DDP beside them.
 
-All use FSDP2 and differ in the mesh, so gradient sums, norms and checkpoints need no special case:
+Those of FSDP2 differ in the mesh, and in when they communicate, so norms and checkpoints need no special case:
 
-| strategy | mesh | parameters | gradients, optimizer state |
-|---|---|---|---|
-| `ddp` | (world, 1) | replicated | replicated |
-| `zero2` | (world,) | sharded, gathered from a step's first forward pass to its last backward pass | sharded |
-| `zero3` | (world,) | sharded, gathered around each block in both passes | sharded |
-| `hsdp` | (dp, sp) | sharded over an SP group, gathered around each micro-batch, replicated over dp | likewise |
+| strategy | mesh | weights in compute | gradients | master weights, optimizer state |
+|---|---|---|---|---|
+| `ddp` | (world, 1) | whole | whole | whole |
+| `zero1` | (world,) | gathered from a step's first forward to its last backward pass | whole until the last | sharded |
+| `zero2` | (world,) | likewise | sharded | sharded |
+| `zero3` | (world,) | gathered around each block in both passes | sharded | sharded |
+| `hsdp` | (dp, sp) | gathered around each micro-batch over an SP group | sharded, replicated over dp | likewise |
+| `torch_ddp` | – | whole | whole | whole |
 
-With `shard_size` S the three that shard use the mesh (world / S, S): S adjacent ranks hold the model once, and ranks of
+With `shard_size` S the four that shard use the mesh (world / S, S): S adjacent ranks hold the model once, and ranks of
 equal position in such groups hold the same shards.
+
+ZeRO's paper (Rajbhandari et al., 2020) counts master weights as optimizer state, and so does `zero1`. The last of a
+step's backward passes reduces the gradients, and frees each block's once that is done: a step of one pass is `zero2`'s.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from zeco_train.distributed.config import Strategy, count_shards
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh, world_mesh
@@ -45,8 +51,11 @@ def parallelize(
     model calls all modules of the list, one after the other, in each forward pass.
 
     Gradients are *summed* over all ranks: the loss is already divided by the tokens of the global batch, and each
-    rank holds different tokens. With bf16 compute, they are reduced in fp32.
+    rank holds different tokens. With bf16 compute, they are reduced in fp32. `torch_ddp` shards nothing: it joins the
+    ranks in `connected`.
     """
+    if strategy is Strategy.torch_ddp:
+        return
     # Activations have the compute dtype from the embedding on; recurrent states must stay in fp32.
     policy = as_stored = MixedPrecisionPolicy(cast_forward_inputs=False)
     if compute_dtype == torch.bfloat16:
@@ -97,21 +106,34 @@ def _shard_mesh(strategy: Strategy, shards: int, mesh: ProcessMesh) -> DeviceMes
     return device_mesh(device, (world_size // shards, shards), ("replicate", "shard"), mesh.timeout)
 
 
+def connected(model: nn.Module, strategy: Strategy, mesh: ProcessMesh) -> nn.Module:
+    """What a training step calls in place of a parallelised model: the model itself, or torch's DDP of it."""
+    if strategy is not Strategy.torch_ddp:
+        return model
+    group = world_mesh(mesh.device.type, mesh.world_size, "replicate", mesh.timeout).get_group()
+    # Every rank has drawn or loaded the same parameters.
+    options = {"init_sync": False, "gradient_as_bucket_view": True}
+    return DistributedDataParallel(model, process_group=group, **options)
+
+
 def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: bool) -> None:
     """Set the communication of a micro-batch's backward pass, perhaps the step's `last`; `shards` as of `num_shards`.
 
     Replicated gradients are all-reduced once a step, sharded ones reduce-scattered in every micro-batch. Where
-    parameters are not sharded, each of several ranks accumulates whole gradients and reduces them in the last one; a
-    single rank adds them to its sums in every one. `ddp` and `zero2` keep their gathered parameters through the micro-
-    batches of a step.
+    parameters are not sharded, and with `zero1`, each of several ranks accumulates whole gradients and reduces them in
+    the last one; a single rank adds them to its sums in every one. `model` is that of `connected`.
     """
+    if isinstance(model, DistributedDataParallel):
+        # What its `no_sync` sets.
+        model.require_backward_grad_sync = last
+        return
     assert isinstance(model, FSDPModule)
-    if shards > 1:
+    if shards > 1 and strategy is not Strategy.zero1:
         # Without effect where all ranks are one group.
         model.set_requires_all_reduce(last)
     elif dist.get_world_size() > 1:
         model.set_requires_gradient_sync(last)
-    if strategy in (Strategy.ddp, Strategy.zero2):
+    if strategy.keeps_weights:
         model.set_reshard_after_backward(last)
 
 

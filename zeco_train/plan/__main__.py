@@ -10,10 +10,10 @@ if __name__ == "__main__":
 from dataclasses import asdict
 from pathlib import Path
 
-from zeco_train.plan.advice import evaluate, more_ranks, options, shard_note
+from zeco_train.plan.advice import evaluate, longest_sequences, more_ranks, options, shard_note
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import Request, describe, parse
-from zeco_train.plan.report import Plan, as_json, as_text
+from zeco_train.plan.report import Plan, as_json, as_text, longest_text
 from zeco_train.system.command import errors_in_a_line
 from zeco_train.system.files import write_json_result
 from zeco_train.system.paths import warn_of_replacing
@@ -30,6 +30,9 @@ def main(arguments: list[str]) -> int:
     warn_of_replacing([] if settings.json is None else [settings.json])
     plan = make_plan(request)
     text, values = as_text(plan), as_json(plan)
+    if settings.longest:
+        longest = longest_sequences(plan.planned.case, settings.headroom)
+        text, values = f"{text}\n\n{longest_text(longest)}", values | {"longest": longest}
     if settings.dry_run:
         # Not at the top: the parts of a run take seconds to import, and a plan needs none of them.
         from zeco_train.plan.dry_run import dry_run

@@ -6,18 +6,20 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 
+from models.mixer_registry import longest_document
 from zeco_train.distributed.config import Strategy
+from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.attention_costs import attention_blocks, problem_of
 from zeco_train.plan.case import PlannedCase
 from zeco_train.plan.memory import Memory, plan_memory
 from zeco_train.plan.sharding import parameter_seconds
 from zeco_train.plan.step_time import StepTime, plan_step
-from zeco_train.system.numbers import divisors
+from zeco_train.system.numbers import divisors, largest
 
 # Shorter segments per rank leave a device idle; this also bounds their number.
 LEAST_TOKENS = 1024
-_MOST_RANKS = 1 << 16
+_MOST_RANKS, _MOST_TOKENS = 1 << 16, 1 << 40
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,32 @@ def legal_segments(case: PlannedCase) -> list[int]:
     return [1, *(count for count in divisors(length)[1:] if length // count >= LEAST_TOKENS)]
 
 
+def longest_sequence(case: PlannedCase, headroom: float, unit: int = LEAST_TOKENS, most: int = _MOST_TOKENS) -> int:
+    """Tokens of the longest sequence that fits, a multiple of `unit` tokens a rank and segment; 0: none does."""
+    step = unit * case.sp_size * case.segments
+    limit = min(most, longest_document(case.config.model) or most)
+
+    def fits(number: int) -> bool:
+        return plan_memory(case.with_changes(seq_len=number * step), headroom).fits
+
+    return step * largest(fits, case.config.data.seq_len // step, limit // step)
+
+
+def longest_sequences(case: PlannedCase, headroom: float) -> dict[str, dict[str, int | str]]:
+    """By strategy and recompute setting the tokens of `longest_sequence`, or why the setting is refused."""
+    found: dict[str, dict[str, int | str]] = {}
+    for strategy, recompute in itertools.product(Strategy, Recompute):
+        size = -1 if strategy.is_replicated else case.config.parallel.shard_size
+        one = case.with_changes(strategy=strategy, recompute=recompute, shard_size=size)
+        try:
+            one.config.validate()
+            result: int | str = longest_sequence(one, headroom)
+        except ConfigError as error:
+            result = str(error)
+        found.setdefault(strategy.value, {})[recompute.value] = result
+    return found
+
+
 def more_ranks(case: PlannedCase, headroom: float) -> Option | None:
     """The fastest option on the fewest ranks that share a sequence, doubled until one fits; None if none does."""
     if not case.config.sp.spec.scans:
@@ -83,7 +111,7 @@ def more_ranks(case: PlannedCase, headroom: float) -> Option | None:
 
 def fastest_shards(case: PlannedCase, headroom: float) -> Option | None:
     """The case with the fastest `parallel.shard_size` that fits, the largest of equals; None without one."""
-    if case.config.parallel.strategy is Strategy.ddp:
+    if case.config.parallel.strategy.is_replicated:
         return None
     sizes = reversed(divisors(case.world_size))
     fitting = (evaluate(case.with_changes(shard_size=size), headroom) for size in sizes)

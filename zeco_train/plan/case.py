@@ -12,7 +12,7 @@ from zeco_train.collectives.cost_model import Link, assumed_costs
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.worker import ScanSpec
 from zeco_train.config.schema import Config
-from zeco_train.distributed.config import count_shards, resolve_sp_size
+from zeco_train.distributed.config import Strategy, count_shards, resolve_sp_size
 from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
@@ -27,7 +27,7 @@ from zeco_train.sp.attention.method import MethodSpec
 from zeco_train.sp.backend import BackendSpec
 from zeco_train.sp.exchange import check_softmax
 from zeco_train.training.checks import kernel_calls
-from zeco_train.training.config import Compile, CudaGraphs
+from zeco_train.training.config import CudaGraphs
 from zeco_train.training.graphs import capture_problem
 
 
@@ -62,12 +62,23 @@ class PlannedCase:
         return self.other_backend or self.config.sp.spec
 
     def with_changes(
-        self, *, segments: int | None = None, recompute: Recompute | None = None, shard_size: int | None = None
+        self,
+        *,
+        segments: int | None = None,
+        recompute: Recompute | None = None,
+        shard_size: int | None = None,
+        strategy: Strategy | None = None,
+        seq_len: int | None = None,
     ) -> PlannedCase:
         """A copy with other values; None leaves one unchanged."""
         train = replace(self.config.train, segments=segments or self.segments, recompute=recompute or self.recompute)
-        parallel = replace(self.config.parallel, shard_size=shard_size or self.config.parallel.shard_size)
-        return replace(self, config=replace(self.config, train=train, parallel=parallel))
+        parallel = replace(
+            self.config.parallel,
+            shard_size=shard_size or self.config.parallel.shard_size,
+            strategy=strategy or self.config.parallel.strategy,
+        )
+        data = replace(self.config.data, seq_len=seq_len or self.config.data.seq_len)
+        return replace(self, config=replace(self.config, train=train, parallel=parallel, data=data))
 
     @property
     def dp_size(self) -> int:
@@ -111,8 +122,7 @@ class PlannedCase:
     @property
     def compiled(self) -> bool:
         """Whether blocks are compiled by `torch.compile`."""
-        wanted = self.config.train.compile
-        return wanted is Compile.always or (wanted is Compile.auto and not self.machine.is_cpu)
+        return self.config.train.compile.applies(self.config.parallel.strategy, on_cuda=not self.machine.is_cpu)
 
     @property
     def is_replayed(self) -> bool:

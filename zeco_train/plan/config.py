@@ -36,6 +36,7 @@ class PlanSettings:
         token_budget: tokens of a whole training run, to estimate its hours; null is train.steps.
         dry_run: also build a rank of the run without its peers; by torch's fake process group. It runs a step for
             shapes, on a CPU with few tokens.
+        longest: also find the longest sequence that fits, by `parallel=` and `train.recompute`.
         rank: of the dry run.
         json: output file for the plan.
     """
@@ -55,6 +56,7 @@ class PlanSettings:
     scan_node_gbps: float | None = None
     token_budget: float | None = None
     dry_run: bool = False
+    longest: bool = False
     rank: int = 0
     json: str | None = None
 

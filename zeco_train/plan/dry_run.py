@@ -20,6 +20,7 @@ from torch import Tensor
 from data.loader.batches import Batch
 from models.parameters import parameter_rules
 from zeco_train.collectives.topology import Topology
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh, find_device, init_mesh
 from zeco_train.distributed.owned_matrices import local
 from zeco_train.errors import ConfigError
@@ -94,6 +95,8 @@ def dry_run(case: PlannedCase, rank: int) -> DryRun:
     """
     if rank >= case.world_size:
         raise ConfigError("rank", rank, f"must be < {case.world_size}, the number of ranks")
+    if case.config.parallel.strategy is Strategy.torch_ddp:
+        raise ConfigError("dry_run", "true", "torch's own DDP needs its peers; take another parallel= than torch_ddp")
     if "RANK" in os.environ or dist.is_initialized():
         raise ConfigError("dry_run", "true", "needs no peers: start it without torchrun")
     device = find_device(case.config.train.device, Launch(0, 1, 0), "train.device")

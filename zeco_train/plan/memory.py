@@ -99,7 +99,7 @@ def plan_memory(case: PlannedCase, headroom: float) -> Memory:
     phases = {
         "loss": {
             **everywhere,
-            "gradients": parameters if carried else 0.0,
+            "gradients": _held_gradients(case),
             "activations": whole + 3 * hidden,
             "logits": head,
             "buffers": _buffer_bytes(case) if carried else 0.0,
@@ -126,13 +126,13 @@ def _passing(case: PlannedCase, layer: int, carried: bool) -> dict[str, float]:
     mixers = [model.mixer_of(at) for at in range(model.num_layers)]
     kind, after = mixers[layer], mixers[layer + 1 :]
     gathered = _gathered_bytes(case)
-    if not carried and case.config.parallel.strategy is not Strategy.zero3:
+    if not carried and case.config.parallel.strategy not in (Strategy.zero3, Strategy.torch_ddp):
         gathered -= case.compute_bytes * sum(_elements(blocks[name].parameters) for name in after)
     reduced = case.master_bytes * sum(_elements(blocks[name].parameters, case.shards) for name in after)
     parameters = parameter_bytes(case, case.master_bytes)
     return {
         "weights": parameters + gathered,
-        "gradients": parameters if carried else reduced,
+        "gradients": max(_held_gradients(case), reduced),
         "activations": kept_bytes(case, mixers[: layer + 1]) + 16.0 * case.tokens + _passing_back(case, kind),
         "buffers": _buffer_bytes(case),
     }
@@ -146,6 +146,14 @@ def parameter_bytes(case: PlannedCase, itemsize: int) -> float:
     """Bytes of a rank's parameters, of the first ranks' if they do not divide evenly."""
     shards = case.shards
     return float(itemsize * sum(_local(shape, shards) for shape, _ in case.spec.parameters))
+
+
+def _held_gradients(case: PlannedCase) -> float:
+    # What a step's earlier passes have left when the next one begins; torch's DDP has the memory of all from the start.
+    own = parameter_bytes(case, case.master_bytes)
+    if case.config.parallel.strategy is Strategy.torch_ddp:
+        return own
+    return own * (case.shards if case.config.parallel.strategy is Strategy.zero1 else 1) * (case.passes > 1)
 
 
 def optimizer_bytes(case: PlannedCase) -> float:
@@ -199,6 +207,8 @@ def _state_bytes(case: PlannedCase) -> float:
 def _gathered_bytes(case: PlannedCase) -> float:
     # Unsharded parameters in the compute dtype: of the model; with zero3 of the root and two adjacent others.
     sizes = unit_bytes(case, case.compute_bytes)
+    if case.config.parallel.strategy is Strategy.torch_ddp:
+        return 0.0
     if case.config.parallel.strategy is Strategy.zero3:
         # The last unit is the root: its parameters are gathered beside those of the others.
         *units, root = sizes
@@ -209,7 +219,8 @@ def _gathered_bytes(case: PlannedCase) -> float:
 def _buffer_bytes(case: PlannedCase) -> float:
     # The root's unsharded gradient, and the inputs of two reductions of FSDP, which one rank does not make.
     sizes = unit_bytes(case, 1)
-    reduced = sum(sorted(sizes)[-2:]) if case.world_size > 1 else 0.0
+    is_fsdp = case.world_size > 1 and case.config.parallel.strategy is not Strategy.torch_ddp
+    reduced = sum(sorted(sizes)[-2:]) if is_fsdp else 0.0
     return sizes[-1] * case.compute_bytes + reduced * case.wide_bytes
 
 

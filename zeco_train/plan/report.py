@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -128,6 +129,16 @@ def as_text(plan: Plan) -> str:
     assumed = ["assumed (calibration.py and devices.py; keys of the planner override, see --help)"]
     assumed += [f"  {name:<34}{value}" for name, value in _assumptions(plan.planned.case).items()]
     return "\n\n".join("\n".join(lines) for lines in (*parts, assumed) if lines)
+
+
+def longest_text(found: Mapping[str, Mapping[str, int | str]]) -> str:
+    """The table of `advice.longest_sequences`; where all of a strategy is refused, the reason."""
+    lines = ["longest sequence that fits, tokens, by parallel= and train.recompute="]
+    lines.append(f"  {'':<10}" + "".join(f"{recompute:>15}" for recompute in next(iter(found.values()))))
+    for strategy, row in found.items():
+        refused = next((f"    {reason}" for reason in row.values() if isinstance(reason, str)), None)
+        lines.append(f"  {strategy:<10}" + (refused or "".join(f"{tokens:>15,}" for tokens in row.values())))
+    return "\n".join(lines)
 
 
 def _describe(case: PlannedCase) -> dict[str, Any]:

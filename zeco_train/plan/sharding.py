@@ -149,7 +149,7 @@ def exposed_parameter_seconds(case: PlannedCase, compute: float) -> float:
         # Gathers in both passes.
         excess = max(0.0, gathers + (case.passes - 1) * scattered + last - compute)
     else:
-        if case.config.parallel.strategy in (Strategy.ddp, Strategy.zero2):
+        if case.config.parallel.strategy.keeps_weights:
             # Only the first of a step's forward passes gathers.
             forward /= case.passes
         excess = max(0.0, gathers - forward) + max(0.0, last - backward)

@@ -155,7 +155,7 @@ def parameter_traffic(case: PlannedCase) -> ParameterTraffic:
     shards, copies = case.shards, case.world_size // case.shards
     strategy, whole = case.config.parallel.strategy, parameter_bytes(case, 1) * shards
     gathers, gathered = case.passes, whole * case.passes
-    if strategy in (Strategy.ddp, Strategy.zero2):
+    if strategy.keeps_weights:
         gathers, gathered = 1, whole
     elif strategy is Strategy.zero3:
         # Also resharded after each forward pass. A states-only pass does not gather the head, if that is a unit.
@@ -163,8 +163,8 @@ def parameter_traffic(case: PlannedCase) -> ParameterTraffic:
         # The head is the unit before the root, which is the last; see `ModelSpec.units`.
         head = 0.0 if case.config.model.tie_word_embeddings else unit_bytes(case, 1)[-2]
         gathered = whole * gathers - head * (forward_passes(case) - case.passes)
-    # Whole gradients are all-reduced once a step, as by the replicas of `hsdp`; sharded ones are reduced in every pass.
-    reductions = 1 if shards == 1 else case.passes
+    # Whole gradients are reduced once a step, as by the replicas of `hsdp`; sharded ones in every pass.
+    reductions = 1 if shards == 1 or strategy is Strategy.zero1 else case.passes
     return ParameterTraffic(
         gathered=gathered * case.compute_bytes * (shards - 1) / shards,
         scattered=reductions * whole * case.wide_bytes * (shards - 1) / shards,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,29 @@ def check_divides(field: str, value: int, whole: int, rule: str, otherwise: str 
     if value < 1 or whole % value:
         legal = ", ".join(map(str, divisors(whole)))
         raise ConfigError(field, value, f"{rule}: {legal}{otherwise}")
+
+
+def largest(works: Callable[[int], bool], guess: int, most: int, precision: float = 0.0) -> int:
+    """The largest number from 1 to `most` that works, as all below it do; 0 if 1 does not.
+
+    The search begins at a guess, moves from it in growing steps, and bisects until the smallest number that does not
+    work is at most `precision` above the result, relative to it.
+    """
+    found, fails, factor = 0, most + 1, 1.1 if guess > 1 else 2.0
+    number = min(max(guess, 1), most)
+    while fails - found > max(1.0, precision * found):
+        if works(number):
+            found = number
+        else:
+            fails = number
+        if fails > most:
+            number = min(max(found + 1, int(found * factor)), most)
+        elif not found:
+            number = max(1, min(fails - 1, int(fails / factor)))
+        else:
+            number = (found + fails) // 2
+        factor = min(2.0, factor * factor)
+    return found
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -26,7 +26,7 @@ from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import connect_model
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.command import quick_imports
-from zeco_train.training.config import Compile, CudaGraphs, TrainConfig
+from zeco_train.training.config import CudaGraphs, TrainConfig
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.opening import OpenedRun, read_batches, start_recorder
@@ -106,7 +106,7 @@ def build_model(
     shard_size: int = -1,
 ) -> LanguageModel:
     """Build the model, initialise it from its seed and shard it, with recomputation and compilation as configured."""
-    compiled = config.compile is Compile.always or (config.compile is Compile.auto and mesh.device.type == "cuda")
+    compiled = config.compile.applies(strategy, on_cuda=mesh.device.type == "cuda")
     if compiled:
         use_private_caches()  # before parts of torch read its default at import
     with torch.device("meta"):  # skips torch's own initialisation, which is slow and would be overwritten

@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 
 from data.config import FIXED, LARGEST_COUNT
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import Device
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
@@ -38,11 +39,18 @@ class Dtype(Enum):
 
 
 class Compile(Enum):
-    """Whether to fuse the operations between matrix products with `torch.compile`. `auto`: on CUDA devices."""
+    """Whether to fuse the operations between matrix products with `torch.compile`.
+
+    `auto`: on CUDA devices, except with parallel=torch_ddp.
+    """
 
     auto = "auto"
     always = "always"
     never = "never"
+
+    def applies(self, strategy: Strategy, *, on_cuda: bool) -> bool:
+        """Whether blocks are compiled."""
+        return self is Compile.always or (self is Compile.auto and on_cuda and strategy is not Strategy.torch_ddp)
 
 
 class CudaGraphs(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.loader.batches import Batch
 from models.language_model import LanguageModel
@@ -16,20 +16,27 @@ from zeco_train.ops.seam import Exchange
 
 
 class SequenceForward:
-    """Forward passes for training and evaluation. All methods are collective."""
+    """Forward passes for training and evaluation. All methods are collective.
 
-    def __init__(self, model: LanguageModel, exchange: Exchange, mesh: ProcessMesh) -> None:
+    `called`, where not the model itself, is called instead: torch's DDP of it.
+    """
+
+    def __init__(
+        self, model: LanguageModel, exchange: Exchange, mesh: ProcessMesh, called: nn.Module | None = None
+    ) -> None:
         self.model, self.exchange, self.mesh = model, exchange, mesh
+        self.called = model if called is None else called
 
     def loss(self, batch: Batch, states: LayerStates) -> Tensor:
         """The sum of the token losses of a segment."""
         input_ids, labels = self._tokens(batch)
-        return self.model(input_ids, batch.position.over(self.exchange), labels, states)
+        loss: Tensor = self.called(input_ids, batch.position.over(self.exchange), labels, states)
+        return loss
 
     def fill_states(self, batch: Batch, states: LayerStates) -> None:
         """Run a segment only to compute its states."""
         input_ids, _ = self._tokens(batch)
-        self.model(input_ids, batch.position.over(self.exchange), None, states, states_only=True)
+        self.called(input_ids, batch.position.over(self.exchange), None, states, states_only=True)
 
     @torch.no_grad()
     def total_loss(self, segments: Sequence[Batch]) -> Tensor:

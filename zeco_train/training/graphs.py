@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from data.loader.batches import Batch
 from zeco_train.config.schema import Config
+from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.torch_private import forget_gathers
 from zeco_train.errors import CommunicationError, ConfigError, first_cause
 from zeco_train.sp.exposed import Events, active_meter
@@ -39,6 +40,8 @@ def capture_problem(config: Config) -> str | None:
     if config.data.reset_state_at_document and config.model.attn.chosen(config.model.num_layers):
         # Their kernels get the borders from the host.
         return "data.reset_state_at_document=true with softmax layers"
+    if config.parallel.strategy is Strategy.torch_ddp:
+        return "parallel=torch_ddp"
     return None
 
 

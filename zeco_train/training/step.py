@@ -19,7 +19,7 @@ from data.loader.batches import Batch
 from models.language_model import LanguageModel
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import ProcessMesh
-from zeco_train.distributed.parallelize import begin_micro_batch, global_norm, num_shards
+from zeco_train.distributed.parallelize import begin_micro_batch, connected, global_norm, num_shards
 from zeco_train.ops.layer_states import LayerStates
 from zeco_train.ops.seam import Exchange
 from zeco_train.tracking.metrics import PassNumbers, StepNumbers
@@ -62,7 +62,7 @@ class TrainingStep:
         graphs: StepGraphs | None = None,
     ) -> None:
         self.model, self.optimizer, self.mesh = model, optimizer, mesh
-        self.forward = SequenceForward(model, exchange, mesh)
+        self.forward = SequenceForward(model, exchange, mesh, connected(model, strategy, mesh))
         self._strategy, self._shards, self._grad_clip = strategy, num_shards(model), grad_clip
         self._tokens_per_step = tokens_per_step
         self._launcher = graphs or StepLauncher()
@@ -170,14 +170,16 @@ class TrainingStep:
         *,
         last: bool,
     ) -> tuple[Tensor, ...]:
-        begin_micro_batch(self.model, self._strategy, self._shards, last=last)
+        begin_micro_batch(self.forward.called, self._strategy, self._shards, last=last)
         # Cuts the autograd graph between segments.
         leaves = [carry.detach().requires_grad_() for carry in carries]
         states = LayerStates(received or None, leaves or None, want_carry=bool(carry_grads))
         loss_sum = self.forward.loss(batch, states)
         share = loss_sum / self._num_labels.to(loss_sum.dtype)
         outputs = states.carry_out if states.want_carry else []
-        torch.autograd.backward([share, *outputs], [None, *carry_grads])
+        # torch's DDP takes the mean of the ranks' gradients.
+        seed = share.new_full((), self.mesh.world_size) if self._strategy is Strategy.torch_ddp else None
+        torch.autograd.backward([share, *outputs], [seed, *carry_grads])
         numbers = PassNumbers(loss=share.detach())
         return *vars(numbers).values(), *(_grad(leaf) for leaf in leaves)
 

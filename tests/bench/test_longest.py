@@ -1,0 +1,124 @@
+"""The search for the longest sequence: bisection, what a trial's end means, the table, and the plan beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import run_here
+from zeco_train.bench import __main__ as command
+from zeco_train.bench import longest
+from zeco_train.bench.config import LongestConfig
+from zeco_train.bench.longest import FailedTrialError, Trials
+from zeco_train.distributed.config import Strategy
+from zeco_train.ops.recompute import Recompute
+from zeco_train.plan.advice import longest_sequence
+from zeco_train.plan.case import build_case
+from zeco_train.plan.config import parse
+from zeco_train.plan.memory import plan_memory
+from zeco_train.system.numbers import largest
+
+TINY = ["model=gla_tiny", "model.num_layers=1", "model.hidden_size=32", "dtype=fp32", "warmup=1"]
+OUT_OF_MEMORY = 7, "error: rank 0: step 1: out of memory (CUDA out of memory. Tried to allocate 2 GiB); less\n"
+
+
+@pytest.mark.parametrize("guess", [0, 1, 7, 60, 100, 900])
+@pytest.mark.parametrize("precision", [0.0, 0.05])
+def test_largest_number_is_found_within_its_precision(guess: int, precision: float) -> None:
+    for right in (0, 1, 2, 59, 60, 61, 99, 100):
+        tried: list[int] = []
+
+        def works(number: int, right: int = right, tried: list[int] = tried) -> bool:
+            tried.append(number)
+            return number <= right
+
+        found = largest(works, guess, 100, precision)
+        assert right - max(1, precision * found) < found <= right, (right, tried)
+        assert found in (0, *tried)
+        assert {*tried} <= {*range(1, 101)}
+        assert len(tried) == len({*tried}) <= 15, (right, tried)
+    # A guess that is right is confirmed by two trials and halves of a tenth.
+    assert largest(lambda number: number <= 1000, 990, 10_000, 0.1) == 990
+
+
+def _fake(monkeypatch: pytest.MonkeyPatch, fits: Any) -> list[list[str]]:
+    """Replace the processes of trials: `fits(settings)` is whether a run succeeds, or its exit code and output."""
+    started: list[list[str]] = []
+
+    def start(trials: Trials, settings: list[str]) -> tuple[int, str]:
+        started.append(settings)
+        values = dict(text.split("=", 1) for text in settings)
+        outcome = fits({"tokens": int(values["data.seq_len"]), **values})
+        if outcome is not True:
+            return outcome or OUT_OF_MEMORY
+        folder = Path(values["run_dir"].strip("'"))
+        folder.mkdir()
+        row = {"step": 2, "memory_gb": int(values["data.seq_len"]) / 1e6, "tokens_per_second": 5.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return 0, ""
+
+    monkeypatch.setattr(Trials, "_start", start)
+    return started
+
+
+def test_table_has_the_longest_of_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"none": 10_000, "full": 40_000}
+    settings = ["ranks=2", "variants=[dp,zeco]", "strategies=[zero1,torch_ddp]", "recompute=[none,full]", "unit=512"]
+    settings += ["precision=0", "most=30000", "device=cpu", f"out={tmp_path}"]
+    started = _fake(monkeypatch, lambda run: run["tokens"] <= limits[run["train.recompute"]] // int(run["sp.size"]))
+    outcome = run_here(command.main, "longest", *TINY, *settings)
+    assert outcome.code == 0, outcome
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    found = {(row["strategy"], row["recompute"], row["variant"]): row["tokens"] for row in rows}
+    # Multiples of 512 tokens a rank, at most 30,000.
+    expected = {("none", "dp"): 9728, ("none", "zeco"): 4096, ("full", "dp"): 29_696, ("full", "zeco"): 19_456}
+    assert found == {(name, *rest): tokens for name in ("zero1", "torch_ddp") for rest, tokens in expected.items()}
+    assert all(row["memory_gb"] == row["tokens"] / 1e6 for row in rows)
+    assert all({"train.device=cpu", "train.steps=2", "parallel.timeout_seconds=120.0"} <= {*each} for each in started)
+
+
+def test_refused_and_failed_settings_are_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake(monkeypatch, lambda run: (2, "warning: a\nerror: data.path: not there\n"))
+    settings = ["dtype=bf16", "device=cpu", "variants=[dp]", "strategies=[torch_ddp,zero1]", "recompute=[none]"]
+    outcome = run_here(command.main, "longest", *TINY, *settings, f"out={tmp_path}")
+    assert outcome.code == 1
+    refused, failed = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert refused["note"].startswith("refused: train.dtype=bf16: must be fp32 or fp64 with parallel=torch_ddp")
+    assert failed["note"] == "1,024 tokens: error: data.path: not there"
+
+
+def test_search_begins_at_the_planned_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan takes the place of the GPUs, too: this compares the two commands, not their figures with a GPU's."""
+    gpu = "gpu=h100"
+    overrides = ["world_size=2", "sp.size=2", "model=gla_340m", "data=tokens", "data.path=store", "train.dtype=bf16"]
+    case, _ = build_case(parse([*overrides, "parallel=zero1", "data.global_batch=1", gpu]))
+    expected = longest_sequence(case, 0.05)
+    assert plan_memory(case.with_changes(seq_len=expected), 0.05).fits
+    assert not plan_memory(case.with_changes(seq_len=expected + 2048), 0.05).fits
+    monkeypatch.setattr(longest, "query_gpus", lambda names: [{"name": "NVIDIA H100 80GB HBM3"}] * 2)
+    _fake(monkeypatch, lambda run: plan_memory(case.with_changes(seq_len=run["tokens"]), 0.05).fits)
+    settings = ["model=gla_340m", "ranks=2", "variants=[zeco]", "strategies=[zero1]", "recompute=[none]"]
+    outcome = run_here(command.main, "longest", *settings, "precision=0", f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (row["tokens"], row["planned_tokens"], row["ratio"]) == (expected, expected, 1.0)
+    limited = run_here(command.main, "longest", *settings, "memory_gb=1", f"out={tmp_path}")
+    assert limited.errors == ["memory_gb=1.0: limits processes on CPUs; GPUs are measured whole"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_real_trials_fit_run_out_and_fail() -> None:
+    config = LongestConfig.load([*TINY, "ranks=2", "memory_gb=2", "device=cpu"])
+    overrides = config.trial_overrides(None, Strategy.zero1, Recompute.none, "zeco")
+    trials = Trials(config, config.load_trial(overrides), overrides, "cpu")
+    assert trials.fits(100)
+    assert trials.longest["step"] == 2
+    assert not trials.fits(1_000_000)
+    trials.overrides.append("train.steps=0")
+    with pytest.raises(FailedTrialError, match=r"^100 tokens: error: train.steps=0: must be"):
+        trials.fits(100)
+    assert (trials.count, trials.longest["seq_len"]) == (3, 100)
