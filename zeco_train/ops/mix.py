@@ -7,7 +7,7 @@ states in the forward pass and one of state gradients, in reverse, in the backwa
     zeco::mix_backward  local state gradients → launch(D_loc, Aᵀ, reverse) | states again, intra-chunk gradients
                         | wait → D_in, operand gradients, finish
 
-An operator with matrices for transitions has little of its own to do beside its scan. So a mixer may give a linear layer
+An operator with matrices for transitions has little to compute beside its scan. So a mixer may give a linear layer
 that reads other tensors, such as an output gate's: its product and its weight's gradient come before `wait` (`Aside`).
 
 Both are custom ops, so a compiler sees each as one node: it neither traces inside nor moves a launch away from the
