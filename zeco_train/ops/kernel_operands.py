@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -76,20 +77,23 @@ class _PaddedForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._operands = operands
         self._inner = self.passes.forward(_padded(operands), self.scale, self.doc_ids)
-        self._K, self._V = operands[0].shape[-1], operands[2].shape[-1]
-        self.state = self._inner.state[..., : self._K, : self._V].contiguous()
+        self.lazy, self._shape = getattr(self._inner, "lazy", False), _state_shape(operands)
+
+    @cached_property
+    def state(self) -> Tensor:
+        return self._inner.state[..., : self._shape[2], : self._shape[3]].contiguous()
 
     @property
     def transition(self) -> Tensor:
-        whole = self._inner.transition
-        return (whole[..., : self._K] if whole.dim() == 3 else whole[..., : self._K, : self._K]).contiguous()
+        whole, K = self._inner.transition, self._shape[2]
+        return (whole[..., :K] if whole.dim() == 3 else whole[..., :K, :K]).contiguous()
 
     def overlap(self) -> None:
         self._inner.overlap()
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        check_state(incoming_state, "incoming_state", self.state.shape)
-        o = _resized(self._inner.outputs(_pad_state(incoming_state)), self._V)
+        check_state(incoming_state, "incoming_state", self._shape)
+        o = _resized(self._inner.outputs(_pad_state(incoming_state)), self._shape[3])
         self.saved = _cut_replaced(self.passes, self._operands, self._inner.saved)
         return o
 
@@ -103,14 +107,17 @@ class _PaddedBackward(BackwardBase):
         self._inner = self.passes.backward(
             _padded(operands), _resized(self.do, _aligned(self.do)), self.saved, None, self.scale, self.doc_ids
         )
-        K, V = operands[0].shape[-1], operands[2].shape[-1]
-        self.state_grad = self._inner.state_grad[..., :K, :V].contiguous()
+        self.lazy, self._shape = getattr(self._inner, "lazy", False), _state_shape(operands)
+
+    @cached_property
+    def state_grad(self) -> Tensor:
+        return self._inner.state_grad[..., : self._shape[2], : self._shape[3]].contiguous()
 
     def overlap(self) -> None:
         self._inner.overlap()
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        check_state(incoming_grad, "incoming_grad", self._shape)
         if isinstance(self._inner, BackwardBase):
             self._inner.unpadded = self._operands[0].shape[-1]
         grads = self._inner.operand_grads(_pad_state(incoming_grad))
@@ -118,6 +125,11 @@ class _PaddedBackward(BackwardBase):
             grad if grad.shape == x.shape else _resized(grad, x.shape[-1])
             for grad, x in zip(grads, self._operands, strict=True)
         )
+
+
+def _state_shape(operands: Sequence[Tensor]) -> torch.Size:
+    (B, _, _, K), (_, _, H, V) = operands[0].shape, operands[2].shape
+    return torch.Size((B, H, K, V))
 
 
 def _is_odd(operands: Sequence[Tensor]) -> bool:
