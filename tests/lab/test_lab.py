@@ -52,6 +52,8 @@ def test_commands_print_their_help(name: str, tmp_path: Path) -> None:
 
 def test_all_scan_protocol_is_correct_and_needs_its_rules() -> None:
     for seed in range(5):
-        all_scan_protocol.run(seed, [*all_scan_protocol.RULES])
+        for is_lost in (False, True):
+            all_scan_protocol.run(seed, [*all_scan_protocol.RULES], is_lost=is_lost)
     for algorithm, (rule, *_) in all_scan_protocol.RULES.items():
         assert all_scan_protocol.fails_without(algorithm, rule)
+        assert all_scan_protocol.fails_without(algorithm, (all_scan_protocol.AFTER_FAILURE,), is_lost=True)
