@@ -13,6 +13,12 @@ from zeco_train.kernels.all_scan import advance, flag_at, give_up, signal, start
 
 
 @triton.jit
+def even(number):
+    """A number of a table, of words of 8 bytes; even, so that accesses have 16."""
+    return tl.multiple_of(tl.load(number), 2)
+
+
+@triton.jit
 def copy_rows(
     source,
     stride,
@@ -26,7 +32,7 @@ def copy_rows(
     WIDTH: tl.constexpr,
 ):
     """Every CTAS-th group of ROWS rows of a part, by the distances of rows; NaN if failed."""
-    rows, width = tl.load(part), tl.load(part + 1)
+    rows, width = tl.load(part), even(part + 1)
     words = tl.arange(0, WIDTH)[None, :]
     for first in range(cta * ROWS, rows, CTAS * ROWS):
         row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
@@ -38,7 +44,7 @@ def copy_rows(
 @triton.jit
 def words_at(address):
     """A pointer to words of 8 bytes at a byte address, a multiple of 16."""
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 2)
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -53,16 +59,16 @@ def send_kernel(
     epoch, failed = start(control, failure, LANES)
     buffer = (epoch & 1).to(tl.int64) * P + POSITION
     for n in tl.static_range(P):
-        peer: tl.constexpr = (POSITION + 1 + n) % P
+        peer = (POSITION + 1 + n) % P
         part = parts + peer * 6
-        place, stride = source + tl.load(part + 2), tl.load(part + 3)
-        if peer == POSITION:
-            to, to_stride = into + tl.load(part + 4), tl.load(part + 5)
+        place, stride = source + even(part + 2), even(part + 3)
+        if n == P - 1:  # itself
+            to, to_stride = into + even(part + 4), even(part + 5)
             copy_rows(place, stride, to, to_stride, part, cta, 0, CTAS, ROWS, WIDTH)
         elif failed == 0:
             there = tl.load(peers + peer)
             slot = words_at(there + flags + buffer * part_stride)
-            copy_rows(place, stride, slot, tl.load(part + 1), part, cta, 0, CTAS, ROWS, WIDTH)
+            copy_rows(place, stride, slot, even(part + 1), part, cta, 0, CTAS, ROWS, WIDTH)
             signal(flag_at(there + (POSITION * CTAS + cta) * 4 + tl.zeros_like(lanes)), lanes < 1, epoch, ASM)
     advance(control, epoch)
 
@@ -80,8 +86,8 @@ def receive_kernel(
     epoch = after - 1  # `send_kernel` has advanced it
     own = tl.load(peers + POSITION)
     for n in tl.static_range(P):
-        peer: tl.constexpr = (POSITION + 1 + n) % P
-        if peer != POSITION:
+        peer = (POSITION + 1 + n) % P
+        if n < P - 1:
             part = parts + peer * 6
             if failed == 0:
                 flag = flag_at(own + (peer * CTAS + cta) * 4 + tl.zeros_like(lanes))
@@ -89,5 +95,5 @@ def receive_kernel(
                     give_up(failure, status, epoch, peer, 2)
                     failed = 1
             place = words_at(own + flags + ((epoch & 1).to(tl.int64) * P + peer) * part_stride)
-            to, to_stride = into + tl.load(part + 4), tl.load(part + 5)
-            copy_rows(place, tl.load(part + 1), to, to_stride, part, cta, failed, CTAS, ROWS, WIDTH)
+            to, to_stride = into + even(part + 4), even(part + 5)
+            copy_rows(place, even(part + 1), to, to_stride, part, cta, failed, CTAS, ROWS, WIDTH)

@@ -79,9 +79,12 @@ def by_kernels(rank: int, world_size: int, seed: int, seconds: float) -> int:
     size, late = 3, world_size
     while goes_on:
         if not pending:
-            # Now and then one rank is late, and those before it run ahead, by more scans than there are buffers.
-            size, late = (5, common.randrange(world_size)) if common.random() < 0.3 else (3, world_size)
-            time.sleep(2.0 * (rank == late))
+            # Now and then a rank stays behind in the middle, and those before it could run ahead of their buffers.
+            size, late = (7, common.randrange(world_size)) if common.random() < 0.3 else (3, world_size)
+        if rank == late and len(pending) == 2:
+            for _, scan, *_ in pending:
+                scan.wait()
+            time.sleep(2.0)
         name, matrices = common.choice(ALGORITHMS), common.random() < 0.7
         shape = _shape(common, 20, 9)
         if late < world_size:
