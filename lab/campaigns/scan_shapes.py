@@ -90,7 +90,7 @@ def by_kernels(rank: int, world_size: int, seed: int, seconds: float) -> int:
         if late < world_size:
             name, shape = "chain", (1, 1, 3, 4)
         dtype = torch.float64 if common.random() < 0.5 else torch.float32
-        with_carry, want_carry = common.random() < 0.5, common.random() < 0.4
+        with_carry, want_carry = common.random() < 0.5, common.random() < 0.4 and late == world_size
         pairs = Pairs.make(
             common.randrange(1 << 20), world_size, shape, dtype, with_carry, common.random() < 0.5, matrices
         )
