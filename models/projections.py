@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.library import custom_op, register_autograd
-from torch.nn import functional as F
 
 from models.parameters import PROJECTION, ParameterRule
-from zeco_train.ops.linear import Fp8Rows, Matmul, product, quantise_columns, quantise_rows
+from zeco_train.ops.linear import Aside, Matmul, linear, product, quantise_columns, quantise_rows, weight_grad
 
 
 class Projection(nn.Linear):
@@ -58,8 +57,21 @@ def set_matmul(model: nn.Module, matmul: Matmul) -> None:
 
 def project(x: Tensor, *layers: nn.Linear) -> list[Tensor]:
     """Linear layers x [..., D] → [..., N_i] of one input, without their biases; each `Projection` with its format."""
-    formats = (layer.matmul if isinstance(layer, Projection) else Matmul.bf16 for layer in layers)
-    return parallel_linear(x, *(layer.weight for layer in layers), formats=tuple(formats))
+    return parallel_linear(x, *(layer.weight for layer in layers), formats=_formats(layers))
+
+
+def project_beside(x: Tensor, *layers: nn.Linear, aside: nn.Linear) -> tuple[list[Tensor], Aside]:
+    """`project`, and one more layer, with its bias if it has one, for an operator to compute beside its scan."""
+    layers = *layers, aside
+    in_fp8 = [matmul is Matmul.fp8 for matmul in _formats(layers)]
+    rounded = [*quantise_rows(x.detach().flatten(0, -2))] if any(in_fp8) else []
+    *outputs, edge = _parallel_linear(x, [layer.weight for layer in layers], in_fp8, rounded, True, True)
+    more = rounded if in_fp8[-1] else [] if aside.bias is None else [aside.bias]
+    return outputs, Aside(x, aside.weight, tuple(more), edge)
+
+
+def _formats(layers: Sequence[nn.Linear]) -> tuple[Matmul, ...]:
+    return tuple(layer.matmul if isinstance(layer, Projection) else Matmul.bf16 for layer in layers)
 
 
 def parallel_linear(
@@ -77,33 +89,41 @@ def parallel_linear(
     in_fp8 = [matmul is Matmul.fp8 for matmul in formats or [Matmul.bf16] * len(weights)]
     # Outside of the custom op, so that a compiler rounds where it computes x.
     rounded = [*quantise_rows(x.detach().flatten(0, -2))] if any(in_fp8) and output_needed else []
-    return _parallel_linear(x, weights, in_fp8, rounded, output_needed)
+    return _parallel_linear(x, weights, in_fp8, rounded, output_needed, False)
 
 
+# With `aside` an operator computes the last layer's output, and the gradient of its weight: here is an `Aside.edge`.
 @custom_op("zeco::parallel_linear", mutates_args=())
 def _parallel_linear(
-    x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor], output_needed: bool
+    x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor], output_needed: bool, aside: bool
 ) -> list[Tensor]:
     if not output_needed:
         return [x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan) for weight in weights]
     # Where `in_fp8` is set, of x in fp8: the `Fp8Rows` `rounded`.
-    return [
-        product(Fp8Rows(*rounded), quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
-        if is_fp8
-        else F.linear(x, weight)
-        for weight, is_fp8 in zip(weights, in_fp8, strict=True)
-    ]
+    here = [*zip(weights, in_fp8, strict=True)][: len(weights) - aside]
+    outputs = [linear(x, weight, rounded if is_fp8 else ()) for weight, is_fp8 in here]
+    return [*outputs, _edge(x, weights[-1])] if aside else outputs
+
+
+# Of one element in memory.
+def _edge(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_full((), torch.nan).expand(*x.shape[:-1], weight.shape[0])
 
 
 @_parallel_linear.register_fake
-def _parallel_linear_shapes(x: Tensor, weights: list[Tensor], *settings: Any) -> list[Tensor]:
-    return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+def _parallel_linear_shapes(
+    x: Tensor, weights: list[Tensor], in_fp8: Any, rounded: Any, output_needed: Any, aside: bool
+) -> list[Tensor]:
+    here = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights[: len(weights) - aside]]
+    return [*here, _edge(x, weights[-1])] if aside else here
 
 
 @custom_op("zeco::parallel_linear_backward", mutates_args=())
-def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor], in_fp8: list[bool]) -> list[Tensor]:
+def _parallel_linear_backward(
+    dys: list[Tensor], x: Tensor, weights: list[Tensor], in_fp8: list[bool], aside: bool
+) -> list[Tensor]:
     # dx = Σ dy_i W_i, then dW_i = dy_iᵀ x.
-    flat, rows = [dy.flatten(0, -2) for dy in dys], x.flatten(0, -2)
+    flat = [dy.flatten(0, -2) for dy in dys]
     pairs = [*zip(flat, weights, strict=True)]
     if not any(in_fp8):
         (dy, weight), *pairs = pairs
@@ -115,24 +135,26 @@ def _parallel_linear_backward(dys: list[Tensor], x: Tensor, weights: list[Tensor
         pairs = [*compress(pairs, (not is_fp8 for is_fp8 in in_fp8))]
     for dy, weight in pairs:
         dx.addmm_(dy, weight)
-    return [dx.view(x.shape), *(dy.T @ rows for dy in flat)]
+    return [dx.view(x.shape), *(weight_grad(dy, x) for dy in dys[: len(dys) - aside])]
 
 
 @_parallel_linear_backward.register_fake
-def _parallel_linear_backward_shapes(dys: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights)]
+def _parallel_linear_backward_shapes(
+    dys: list[Tensor], x: Tensor, weights: list[Tensor], in_fp8: Any, aside: bool
+) -> list[Tensor]:
+    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights[: len(weights) - aside])]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, ctx.in_fp8, rounded, _ = inputs
+    x, weights, ctx.in_fp8, rounded, _, ctx.aside = inputs
     ctx.rounded = len(rounded)
     ctx.save_for_backward(x, *weights)
 
 
-def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, list[Tensor], None, list[None], None]:
+def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
-    dx, *dweights = _parallel_linear_backward(dys, x, weights, ctx.in_fp8)
-    return dx, dweights, None, [None] * ctx.rounded, None
+    dx, *dweights = _parallel_linear_backward(dys, x, weights, ctx.in_fp8, ctx.aside)
+    return dx, dweights + [None] * ctx.aside, None, [None] * ctx.rounded, None, None
 
 
 register_autograd("zeco::parallel_linear", _backward, setup_context=_setup_context)

@@ -97,6 +97,8 @@ class BlockSpec:
     operator_flops: Callable[[int], OperatorFLOPs]
     # The backward pass then reads the output of the MLP's last linear layer.
     norm_after: bool = False
+    # Of a linear layer's product, forward or for its weight's gradient, that is computed beside the scan of states.
+    flops_beside: int = 0
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -317,11 +319,12 @@ class _ProductsSeen(TorchDispatchMode):
         self.in_fp8: list[Product] = []
         self.operators: list[str] = []
         self.attention: AttentionSpec | None = None
-        self.gated_norm = 0
+        self.gated_norm = self.flops_beside = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.zeco.mix.default:
             self.operators.append(args[1])
+            self.flops_beside += 2 * args[8][1].numel() if args[8] else 0
         elif func is torch.ops.zeco.attend.default:
             (*_, heads, head_dim), key_heads = args[0].shape, args[1].shape[2]
             self.attention = AttentionSpec(heads, key_heads, head_dim, args[-1])
@@ -363,4 +366,5 @@ def _walk(count: int, block: Block, part: Tensor | None) -> BlockSpec:
         in_mixer.gated_norm,
         block.attn.operator_flops,
         block.norm_after,
+        in_mixer.flops_beside,
     )

@@ -58,9 +58,9 @@ class Fault:
         return second if first == "zeco_train" else first
 
 
-def catalogue() -> list[Fault]:
-    """All faults, in the order of the files."""
-    paths = sorted(_FOLDER.glob("*.toml"))
+def catalogue(files: str = "*.toml") -> list[Fault]:
+    """All faults of these files, in the order of the files; `kernels/*.toml` are those that need an interpreter."""
+    paths = sorted(_FOLDER.glob(files))
     return [Fault(**fields) for path in paths for fields in tomllib.loads(path.read_text())["fault"]]
 
 

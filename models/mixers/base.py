@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from models.config import LanguageModelConfig
 from models.parameters import ParameterRule
 from zeco_train.ops.layer_states import StateInput, StateOutput
-from zeco_train.ops.mix import mix_at
+from zeco_train.ops.linear import Aside, linear
+from zeco_train.ops.mix import mix_beside
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 
@@ -170,8 +171,19 @@ class Mixer(nn.Module, ABC):
         return {}
 
 
-# (operator, its operands, scale) → its outputs: of this rank's tokens over the whole sequence, or of one more token.
-Run = Callable[[str, Sequence[Tensor], float], Tensor]
+class Run(Protocol):
+    """(operator, its operands, scale) → its outputs: of this rank's tokens over the whole sequence, or of one more.
+
+    With a linear layer to be computed beside the operator's scan: its output, too.
+    """
+
+    @overload
+    def __call__(self, operator: str, operands: Sequence[Tensor], scale: float) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self, operator: str, operands: Sequence[Tensor], scale: float, aside: Aside
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class OperatorMixer(Mixer):
@@ -193,17 +205,19 @@ class OperatorMixer(Mixer):
     ) -> tuple[Tensor, tuple[StateOutput, ...]]:
         state_outputs: list[StateOutput] = []
 
-        def run(operator: str, operands: Sequence[Tensor], scale: float) -> Tensor:
-            o, state_output = mix_at(operator, operands, scale, position, state_inputs[len(state_outputs)])
+        def run(operator: str, operands: Sequence[Tensor], scale: float, aside: Aside | None = None) -> Any:
+            state_input = state_inputs[len(state_outputs)]
+            o, state_output, y = mix_beside(operator, operands, scale, position, state_input, aside)
             state_outputs.append(state_output)
-            return o
+            return o if aside is None else (o, y)
 
         return self.mix(x, position.positions, shared, run), tuple(state_outputs)
 
     def step(self, x: Tensor, states: Sequence[Tensor], positions: Tensor, shared: Tensor | None) -> Tensor:
         remaining = iter(states)
 
-        def run(operator: str, operands: Sequence[Tensor], scale: float) -> Tensor:
-            return OPERATORS[operator].step(*operands, next(remaining), scale)
+        def run(operator: str, operands: Sequence[Tensor], scale: float, aside: Aside | None = None) -> Any:
+            o = OPERATORS[operator].step(*operands, next(remaining), scale)
+            return o if aside is None else (o, linear(aside.x, aside.weight, aside.more))
 
         return self.mix(x, positions[:, None], shared, run)

@@ -21,9 +21,10 @@ from models.decays import step_log_decays
 from models.mixers.base import OperatorMixer, Run
 from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution, l2_normalised
 from models.parameters import MATRIX, ParameterRule
-from models.projections import Projection, project
+from models.projections import Projection, project, project_beside
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.linear import Aside
 
 
 class DeltaHeads(NamedTuple):
@@ -111,8 +112,8 @@ class Projected(NamedTuple):
     # Logits of β, [B, T, H], and of the decays, [B, T, H] or [B, T, H·K].
     strengths: Tensor
     decays: Tensor | None = None
-    # Of the output, [B, T, H·V].
-    gate: Tensor | None = None
+    # Of the output, [B, T, H·V], which the rule computes while its scan is under way.
+    gate: Aside | None = None
 
 
 class _Convolution(ShortConvolution):
@@ -168,11 +169,11 @@ class DeltaMixer(OperatorMixer):
     @abstractmethod
     def _projections(self, x: Tensor) -> Projected: ...
 
-    # With layers of decays and gate, if there are some, by their names in `Projected`.
-    def _projected(self, x: Tensor, **layers: nn.Linear | None) -> Projected:
-        own = {name: layer for name, layer in layers.items() if layer is not None}
-        q, k, v, strengths, *more = project(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, *own.values())
-        return Projected(torch.cat([q, k, v], -1), strengths, **dict(zip(own, more, strict=True)))
+    # With more layers, and the gate's if there is one; the outputs of the former, too.
+    def _projected(self, x: Tensor, *more: nn.Linear, gate: nn.Linear | None) -> tuple[Projected, list[Tensor]]:
+        layers = self.q_proj, self.k_proj, self.v_proj, self.b_proj, *more
+        outputs, aside = (project(x, *layers), None) if gate is None else project_beside(x, *layers, aside=gate)
+        return Projected(torch.cat(outputs[:3], -1), outputs[3], gate=aside), outputs[4:]
 
     def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         heads, (inputs, strengths, decays, gate) = self.heads, self._projections(x)
@@ -190,9 +191,11 @@ class DeltaMixer(OperatorMixer):
             assert shared is not None
             g = (step_log_decays(decays, shared, heads.values),)
         v = v.unflatten(-1, (heads.values, heads.value_dim))
-        o = run(self.operator, (q, k, v, *g, beta), heads.key_dim**-0.5)
-        gates = () if gate is None else (gate.unflatten(-1, o.shape[-2:]),)
-        return self.o_proj(self.o_norm(o, *gates).flatten(-2))
+        rule = self.operator, (q, k, v, *g, beta), heads.key_dim**-0.5
+        if gate is None:
+            return self.o_proj(self.o_norm(run(*rule)).flatten(-2))
+        o, of_output = run(*rule, gate)
+        return self.o_proj(self.o_norm(o, of_output.unflatten(-1, o.shape[-2:])).flatten(-2))
 
 
 @dataclass
@@ -245,4 +248,4 @@ class DeltaNet(DeltaMixer):
         self._add_output(GateFunction.swish if config.use_gate else None)
 
     def _projections(self, x: Tensor) -> Projected:
-        return self._projected(x, gate=self.g_proj)
+        return self._projected(x, gate=self.g_proj)[0]

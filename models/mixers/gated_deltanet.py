@@ -70,4 +70,5 @@ class GatedDeltaNet(DeltaMixer):
         self._add_output(GateFunction.swish if config.use_gate else None, config.o_norm_eps)
 
     def _projections(self, x: Tensor) -> Projected:
-        return self._projected(x, decays=self.a_proj, gate=self.g_proj)
+        projected, (decays,) = self._projected(x, self.a_proj, gate=self.g_proj)
+        return projected._replace(decays=decays)

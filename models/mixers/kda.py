@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models.decays import StepDecay
 from models.mixers.delta_net import DeltaHeadsConfig, DeltaMixer, Projected
 from models.modules import GateFunction
+from models.projections import project_beside
 
 # Initial values of exp(A_log), as in flash-linear-attention.
 _RATES = (1.0, 16.0)
@@ -57,5 +58,5 @@ class KimiDeltaAttention(DeltaMixer):
 
     def _projections(self, x: Tensor) -> Projected:
         (f_down, f_up), (g_down, g_up) = (cast(list[nn.Linear], list(each)) for each in (self.f_proj, self.g_proj))
-        down = self._projected(x, decays=f_down, gate=g_down)
-        return down._replace(decays=f_up(down.decays), gate=g_up(down.gate))
+        projected, (decays, gate) = self._projected(x, f_down, g_down, gate=None)
+        return projected._replace(decays=f_up(decays), gate=project_beside(gate, aside=g_up)[1])

@@ -126,7 +126,7 @@ def test_all_variants_get_sequences_of_one_length() -> None:
 
 def test_contenders_alternate_and_budget_stops_between_rounds() -> None:
     assert [list(timing.in_rounds(n)) for n in (1, 3, 5, 100)] == [[1], [1, 1, 1], [2, 1, 1, 1], [25, 25, 25, 25]]
-    session = mock.Mock(spec=Session, on_cuda=False, world_size=1)
+    session = mock.Mock(spec=Session, on_cuda=False, world_size=1, enter=mock.Mock())
     session.within_budget.side_effect = [True, True, False]
     issued: list[tuple[str, int]] = []
 
@@ -146,6 +146,55 @@ def test_contenders_alternate_and_budget_stops_between_rounds() -> None:
     with mock.patch.object(timing.dist, "barrier"):
         assert time_in_turns([contender("alone")], 1, 5, session) == 5
     assert len(issued) == 1 + 5
+
+
+@pytest.mark.parametrize("free", [99e9, 40e9])
+def test_graphs_of_a_variant_go_before_the_next_if_both_do_not_fit(free: float) -> None:
+    """An error names the variant, and a variant's peak has neither the others' graphs nor their buffers."""
+    session = mock.Mock(spec=Session, on_cuda=True, gather=lambda value: [value], enter=mock.Mock())
+    session.within_budget.return_value = True
+    held: set[str] = set()
+    steps: list[str] = []
+
+    class Graphs:
+        def __init__(self, name: str) -> None:
+            self.name, self.count = name, 0
+
+        are_replays = property(lambda self: self.count > timing.WARM_UP)
+
+        def memory(self) -> tuple[int, int]:
+            return (10**10, 3 * 10**10) if self.name in held else (0, 0)
+
+        def release(self) -> None:
+            self.count = 0
+            held.discard(self.name)
+
+        def step(self, number: int) -> float:
+            assert session.enter.call_args.args == (f"gla_1b, {self.name}",)
+            self.count += 1
+            if self.are_replays:
+                held.add(self.name)
+            assert free > 50e9 or held <= {self.name}
+            steps.append(self.name)
+            return 1.5
+
+    def contender(name: str) -> Contender:
+        graphs = Graphs(name)
+        return Contender(Variant(name, name), graphs.step, graphs=graphs)  # type: ignore[arg-type]
+
+    both = [contender("a"), contender("b")]
+    buffers = Contender(Variant("products", "products"), lambda number: 0.0, held_gb=2.0)
+    used = lambda: 32 * 10**9 + 10**10 * len(held)  # noqa: E731
+    cuda = mock.Mock(mem_get_info=lambda: (free, 80e9), max_memory_allocated=used)
+    with (
+        mock.patch.object(timing.dist, "barrier"),
+        mock.patch.object(timing.torch, "cuda", cuda),
+        mock.patch.multiple(timing, mark=lambda session: 0.0, milliseconds=lambda start, end: 1.0),
+    ):
+        assert time_in_turns([*both, buffers], 3, 8, session, what="gla_1b") == 8
+    again = timing.WARM_UP + 2
+    assert steps.count("b") == 3 + 8 + (4 if free > 50e9 else 1 + 3 * again)
+    assert [each.peak_gb for each in both] == [70.0, 70.0]
 
 
 def test_nonfinite_last_loss_raises() -> None:

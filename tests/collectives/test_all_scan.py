@@ -155,7 +155,7 @@ def test_transport_fallback_is_logged_once(rank: int, world_size: int) -> None:
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan_choice, "request_problem", lambda *_: "too large")
+        patch.setattr(scan_choice, "request_problem", lambda *_: "K=4096, V=8")
         patch.setattr(ScanSpec, "over", lambda *_: lambda request: None)
         patch.setattr(zeco, "scan_alone", lambda _: None)
         patch.setattr(scan_choice.logger, "warning", lambda text, *values: said.append(text % values))
@@ -168,5 +168,5 @@ def test_transport_fallback_is_logged_once(rank: int, world_size: int) -> None:
                 scan.launch(ScanRequest(torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5), reverse))
     fallbacks, rest = said[:1], said[1:]
     assert len(said) == (0 if rank > 0 else 3), said
-    assert all(text.endswith("no symmetric memory (too large)") for text in fallbacks)
+    assert all(text.endswith("symmetric memory has no kernel for K=4096, V=8") for text in fallbacks)
     assert all(text.startswith("all-scan of 0.00012 MB over 2 ranks: chain") for text in rest)

@@ -7,11 +7,14 @@ import itertools
 import math
 
 import pytest
+import torch
 
+from zeco_train.collectives import one_kernel
 from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Costs, Link, Load, assumed_costs
 from zeco_train.collectives.scan_registry import ALL_SCANS, SCANS
 from zeco_train.collectives.two_shot import TWO_SHOT
+from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.scan_choice import ever_fastest, fastest_scan
 
 MB = 1 << 20
@@ -44,6 +47,17 @@ def test_costs_match_hand_calculation() -> None:
     assert CHAIN.seconds(costs, sized, blocks) == pytest.approx(277 * (1e-5 + 2e-11 * 1e6 / 23))
     # 1,000 columns for 256 owners: 4 each, of at most 2 heads, whose transitions are as large as a column with K = 1.
     assert TWO_SHOT.seconds(costs, sized, None) == pytest.approx(2 * 1e-5 + 2e-11 * 255 * (2 * 4 + 2) * 1000)
+
+
+def test_two_shot_in_a_kernel_sends_a_matrix_with_each_tile_of_its_head() -> None:
+    """Of 128 × 128: four tiles of 32 columns; with log-decays none is counted, as measured."""
+    costs, shape = Costs(Link.symmetric, 0, 0, 0, 0, 1e-9), (1, 16, 128, 128)
+    matrices, decays = Load(4, shape, 4, matrices=True), Load(4, shape, 4)
+    assert TWO_SHOT.seconds(costs, matrices, None) == pytest.approx(3 * (2 + 4) * matrices.state_bytes / 4 * 1e-9)
+    assert TWO_SHOT.seconds(costs, decays, None) == pytest.approx(3 * 2 * decays.state_bytes / 4 * 1e-9)
+    kernel, request = one_kernel.TWO_SHOT_KERNEL, ScanRequest(torch.empty(shape), torch.empty(1, 16, 128, 128))
+    tiles, _ = kernel.cut(request, 4, kernel.of_matrices, None).sizes
+    assert tiles == 16 * one_kernel.matrix_copies(matrices)
 
 
 def test_load_gives_state_and_transition_bytes() -> None:

@@ -27,7 +27,7 @@ from tests.support.steps import BY_FSDP, GLOBAL_BATCH, TINY, Case, check, make_m
 from tests.support.training import full
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.parallelize import begin_micro_batch, num_shards
-from zeco_train.ops.mix import mix_at
+from zeco_train.ops.mix import mix_beside
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.exchange import local_exchange
@@ -105,9 +105,9 @@ def _log_decays(model: LanguageModel, ids: Tensor) -> list[Tensor]:
     def noted(operator: str, operands: Sequence[Tensor], *rest: Any) -> Any:
         if operator != "short_conv":
             found.append(operands[3].detach())
-        return mix_at(operator, operands, *rest)
+        return mix_beside(operator, operands, *rest)
 
-    with mock.patch.object(base, "mix_at", noted):
+    with mock.patch.object(base, "mix_beside", noted):
         model(ids[:, :-1], SequencePosition((0, ids.shape[1] - 1), exchange=exchange), ids[:, 1:]).backward()
     return found
 

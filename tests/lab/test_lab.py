@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lab import all_scan_protocol
+from lab import all_scan_protocol, ulysses_stores
+from lab.campaigns import scan_shapes
 from tests.support.commands import REPOSITORY, Command
 
 PATHS = {
@@ -52,6 +53,16 @@ def test_commands_print_their_help(name: str, tmp_path: Path) -> None:
 
 def test_all_scan_protocol_is_correct_and_needs_its_rules() -> None:
     for seed in range(5):
-        all_scan_protocol.run(seed, [*all_scan_protocol.RULES])
+        for is_lost in (False, True):
+            all_scan_protocol.run(seed, [*all_scan_protocol.RULES], is_lost=is_lost)
     for algorithm, (rule, *_) in all_scan_protocol.RULES.items():
         assert all_scan_protocol.fails_without(algorithm, rule)
+        assert all_scan_protocol.fails_without(algorithm, (all_scan_protocol.AFTER_FAILURE,), is_lost=True)
+
+
+def test_strided_stores_of_heads_need_their_rules() -> None:
+    ulysses_stores.run_orders(5)
+
+
+def test_scans_of_a_random_shape_are_right() -> None:
+    assert scan_shapes.by_messages(0, 0.1) > 0

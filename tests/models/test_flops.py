@@ -59,7 +59,7 @@ def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: 
     return sum(counts.get(op, 0) for op in (*_LINEAR, unread))
 
 
-def of_unread_output(dys: Any, x: Any, weights: Any, in_fp8: Any, **options: Any) -> int:
+def of_unread_output(dys: Any, x: Any, weights: Any, in_fp8: Any, aside: bool, **options: Any) -> int:
     """Two products for each layer whose output no backward pass reads: the last of an MLP that is recomputed."""
     return sum(4 * math.prod(dy) * x[-1] for dy in dys)
 

@@ -138,16 +138,16 @@ def test_decays_are_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
 
     def spy(
-        operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, state_input: StateInput
-    ) -> tuple[Tensor, StateOutput]:
+        operator: str, operands: Sequence[Tensor], scale: float, position: Any, state_input: StateInput, aside: None
+    ) -> tuple[Tensor, StateOutput, None]:
         q, _, v, g = operands
         seen.extend((q.dtype, g.dtype))
         # bf16 has 8 significant bits: values that all survive it were rounded to it.
         assert (g.bfloat16() != g).any()
         assert g.max() <= 0
-        return v, StateOutput(g, g)
+        return v, StateOutput(g, g), None
 
-    monkeypatch.setattr(base, "mix_at", spy)
+    monkeypatch.setattr(base, "mix_beside", spy)
     ids, _ = tokens_and_labels()
     build(dtype=torch.bfloat16)(ids, whole(70))
     assert seen == [torch.bfloat16, torch.float32] * SMALL.num_layers

@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.projections import Projection, parallel_linear, project, set_matmul
+from models.projections import Projection, parallel_linear, project, project_beside, set_matmul
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.linear import Matmul
+from zeco_train.ops.mix import mix_beside
+from zeco_train.ops.position import SequencePosition
+from zeco_train.sp.exchange import local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -137,3 +141,42 @@ def test_only_projections_follow_the_format() -> None:
     projected = project(x, *model)
     assert torch.equal(projected[0], after[0])
     assert torch.equal(projected[1], after[1])
+
+
+@pytest.mark.parametrize(("matmul", "dtype"), [(BF16, torch.float64), (BF16, torch.bfloat16), (FP8, torch.float64)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_beside_an_operator_has_the_bits_of_one_by_itself(
+    has_bias: bool, matmul: Matmul, dtype: torch.dtype
+) -> None:
+    """Its output and every gradient, that of the input among those of other layers; also if nothing else is read."""
+    x, _, _ = make_inputs(dtype)
+    other, last = (
+        Projection(4, 6).to(dtype),
+        torch.nn.Linear(4, 5, dtype=dtype) if has_bias else Projection(4, 5).to(dtype),
+    )
+    set_matmul(torch.nn.ModuleList([other, last]), matmul)
+    generator = torch.Generator().manual_seed(2)
+    dy, dz = (torch.randn(2, 7, size, generator=generator, dtype=torch.float64).to(dtype) for size in (6, 5))
+    rule = [torch.randn(2, 7, 2, 4, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
+    position = SequencePosition((0, 7), exchange=local_exchange()).on(x)
+    parameters = [other.weight, *last.parameters()]
+
+    def grads(y: Tensor, z: Tensor) -> list[Tensor]:
+        return [y, z, *torch.autograd.grad([y, z], [x, *parameters], [dy, dz], retain_graph=True)]
+
+    y, z = project(x, other, last)
+    z = z if last.bias is None else z + last.bias
+    expected = grads(y, z)
+    (y,), aside = project_beside(x, other, aside=last)
+    assert aside.edge.untyped_storage().nbytes() == dtype.itemsize
+    _, _, z = mix_beside("unmasked", rule, 1.0, position, StateInput(), aside)
+    assert z is not None
+    assert z.is_contiguous()
+    # With a bias the product and the sum are rounded once.
+    bound = 8 * torch.finfo(dtype).eps if has_bias else 0
+    for found, wanted in zip(grads(y, z), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+    alone, weight = torch.autograd.grad(z, [x, last.weight], dz)
+    torch.testing.assert_close(weight, expected[4], rtol=0, atol=0)
+    if matmul is BF16:
+        check_sums(alone, [(dz, last.weight.detach())])

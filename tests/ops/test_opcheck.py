@@ -29,19 +29,21 @@ QUICK, SLOW = "short_conv", ("hgrn", "fixed_decay")
     ],
 )
 def test_operators_keep_their_promises(name: str) -> None:
-    """Forward with a carry and documents, and backward; of one operator by rows, with those of each sequence."""
+    """Forward with a carry, documents and a linear layer beside it, and backward; of one operator by rows."""
     scan, batch = local_exchange(), 2 if name == "fixed_decay" else 1
     values = in_dtype(name, make(name, 9, B=batch), torch.bfloat16)
     doc_ids = doc_ids_of((4, 5), 0, 9)
     assert doc_ids is not None
     place = scan.handle(torch.device("cpu")), doc_ids if batch == 1 else doc_ids.repeat(batch, 1)
     operands = [x.requires_grad_(key != "log_decay") for key, x in operands_of(name, values).items()]
-    arguments = operands, name, 1.0, *place, None, values["carry_in"].requires_grad_(), True
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((1, 9, 3), (4, 3), (4,)))
+    aside = [x.detach(), weight, bias], torch.zeros(1, 9, 4, requires_grad=True)
+    arguments = operands, name, 1.0, *place, None, values["carry_in"].requires_grad_(), True, *aside
     opcheck(torch.ops.zeco.mix.default, arguments, test_utils=PROMISES)
     with torch.no_grad():
-        _, received, _, transition, saved = torch.ops.zeco.mix(*arguments)
+        _, received, _, transition, saved, (y,) = torch.ops.zeco.mix(*arguments)
     kept = [x.detach() for x in operands], values["do"], saved, transition, received, values["dcarry_out"]
-    opcheck(torch.ops.zeco.mix_backward.default, (*kept, name, 1.0, *place, True))
+    opcheck(torch.ops.zeco.mix_backward.default, (*kept, name, 1.0, *place, True, [y, x.detach()]))
 
 
 @pytest.mark.slow

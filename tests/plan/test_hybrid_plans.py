@@ -17,7 +17,13 @@ from zeco_train.collectives.wire import Wire
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.span import Attended, Span
 from zeco_train.plan.advice import legal_segments
-from zeco_train.plan.attention_costs import attention_blocks, attention_seconds, plan_exchanges, problem_of
+from zeco_train.plan.attention_costs import (
+    attention_blocks,
+    attention_seconds,
+    method_costs,
+    plan_exchanges,
+    problem_of,
+)
 from zeco_train.plan.memory import plan_memory
 from zeco_train.plan.report import _attention
 from zeco_train.plan.step_time import plan_step
@@ -80,6 +86,16 @@ def test_bytes_of_each_method_are_those_of_the_rank_that_sends_most(ranks: int, 
             costs = (*spec.costs(load)[:2], spec.costs(load._replace(replayed=True)).backward)
             most = tuple(max(sent[f"{name} {window}"][way] for sent in of_ranks) for way in range(3))
             assert costs == pytest.approx(most, rel=1e-12), (name, window)
+
+
+def test_gradients_by_cudnn_travel_as_wide_as_they_are_computed() -> None:
+    """As many bytes go back as forth: do, dq, dk and dv for q, k, v and o. FlashAttention's are sums in fp32."""
+    arguments = [*HYBRID, "data.seq_len=131072", "world_size=8", "sp.attention=ulysses", "gpu=h200"]
+    for setting, wider in (("train.deterministic=false", 0), ("train.deterministic=true", 3)):
+        case = make_case(*arguments, setting)
+        ((block, shape),) = attention_blocks(case)
+        costs, queries = method_costs(case, block), 7 / 8 * case.tokens * shape.heads * shape.head_dim * 2
+        assert (costs.forward, costs.backward) == (4 * queries, (4 + wider) * queries)
 
 
 @pytest.mark.slow

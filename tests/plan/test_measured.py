@@ -92,6 +92,24 @@ def test_exposed_scan_time_agrees_with_measurement(
     assert exposed_scan_seconds(case.by(BACKENDS["dp"])) == 0
 
 
+@pytest.mark.parametrize(("setting", "beside"), [("model.use_gate=true", 2048 * 3072), ("model.use_gate=false", 0)])
+def test_scan_of_matrices_is_hidden_by_the_gate_and_by_its_weights_gradient(setting: str, beside: int) -> None:
+    """And in the backward pass by the walk for the states."""
+    split = ["sp.all_scan.transport=p2p", "world_size=64", f"data.seq_len={4096 * 64}"]
+    case = make_case("model=gated_deltanet_1b", *GLA_1B[1:], EAGER, setting, *split).by(
+        BACKENDS["zeco"], SCANS["chain"]
+    )
+    (block,), choice = [*case.spec.blocks.values()], scan_choice(case)
+    assert choice is not None
+    assert block.flops_beside == 2 * beside
+    product = 4096 * 2 * beside / case.machine.flops[case.config.train.dtype]
+    _, backward = operator_seconds(case, block)
+    hidden = product, product + calibration.OVERLAP_MATRICES * backward
+    lates, drift = [max(0.0, choice.seconds - each) for each in hidden], drift_seconds(case)
+    expected = sum(block.count * max(0, each - drift) + min(each, drift) for each in lates)
+    assert exposed_scan_seconds(case) == pytest.approx(expected) != 0
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.campaign), 64])
 def test_chain_and_lasp1_wait_by_one_rule(ranks: int) -> None:
     """Of two layers and of twenty: what exceeds the drift in every layer, the rest once a pass."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -21,9 +21,10 @@ from tests.support.sp_reference import RecordedExchange, build_scans
 from zeco_train.ops.delta.chunk_states import Chunks
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.gla.chunked import _GlaForward
+from zeco_train.ops.kernel_operands import with_padded_heads
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import Passes
+from zeco_train.ops.passes import ForwardBase, Passes
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange
@@ -299,6 +300,32 @@ def test_saved_tensors_return_to_their_rows() -> None:
     with mock.patch.dict(OPERATORS, {"gla": replace(GLA, portable=KEEPING, cuda=None)}):
         found, _ = by_rows_and_alone("gla", values)
     assert all(torch.equal(x, found[key]) for key, x in wanted.items())
+
+
+@dataclass(eq=False)
+class Unread(ForwardBase):
+    lazy = True
+
+    def __post_init__(self, operands: Sequence[Tensor]) -> None:
+        pass
+
+    @property
+    def state(self) -> Tensor:
+        raise AssertionError("no rank reads this state")
+
+    transition = state
+
+
+def test_padded_heads_and_rows_compute_no_state_that_is_unread() -> None:
+    """A last rank's, without a carry; as operators that say so by `lazy`."""
+    lazy = KEEPING._replace(forward=Unread)
+    odd = with_padded_heads(lazy).forward([torch.zeros(1, 4, 3, 6) for _ in range(4)], 1.0, None)
+    operands, doc_ids = [torch.zeros(2, 4, 3, 8) for _ in range(4)], torch.zeros(2, 4, dtype=torch.int32)
+    rows = by_rows(replace(GLA, portable=lazy, cuda=None), operands, doc_ids).forward(operands, 1.0, doc_ids)
+    for local in (odd, rows):
+        assert getattr(local, "lazy", False)
+        with pytest.raises(AssertionError, match="no rank reads"):
+            _ = local.state
 
 
 def test_wrong_pieces_are_refused() -> None:

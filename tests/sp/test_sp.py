@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.mixer_registry import MIXERS
 from tests.sp.test_operators import compare, found_by
 from tests.support.comparison import largest
 from tests.support.distributed import on_ranks
@@ -23,7 +24,9 @@ from zeco_train.collectives import ScanWorker, serial
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.worker import ScanSpec
 from zeco_train.errors import ConfigError
+from zeco_train.ops import mix as mix_module
 from zeco_train.ops.gla import chunked
+from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig
@@ -178,6 +181,31 @@ def test_every_backend_equals_the_recurrence(rank: int, world_size: int, quick: 
     order_of_calls(rank, world_size, scans)
     for scan in scans.values():
         scan.drain()
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda"])
+def test_delta_rules_compute_their_gate_between_launch_and_wait(name: str) -> None:
+    """And the gradient of its weight; a replay computes it, too, and launches nothing."""
+    exchange = RecordedExchange(local_exchange())
+    layer = MIXERS[name](MIXERS[name].config_class(), 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(1, 9, layer.config.hidden_size, requires_grad=True)
+    position, decay = SequencePosition((0, 9), exchange=exchange).on(x), layer.wide_parameters
+    assert decay is not None
+    states, events = [StateInput()] * 2, exchange.events
+    with mock.patch.multiple(
+        mix_module, **{each: noted(events, mix_module, each) for each in ("linear", "weight_grad")}
+    ):
+        y, outputs = layer(x, position, states, decay())
+        rest = ["wait", "finish"]
+        assert events == ["launch forward", *rest, "launch forward", "linear", *rest]
+        events.clear()
+        y.sum().backward()
+        assert events == ["launch reverse", "weight_grad", *rest, "launch reverse", *rest]
+        events.clear()
+        layer(x, position, [StateInput(output.received) for output in outputs], decay())
+        assert events == ["linear"]
 
 
 def test_every_backend_and_algorithm_is_tested() -> None:

@@ -165,10 +165,10 @@ def test_projections_pass_opcheck() -> None:
         ([False, False, False], [], every),
         ([True, False, True], [*quantise_rows(x.flatten(0, 1))], every[1:]),  # the first multiplies its inputs
     ):
-        inputs = x.clone().requires_grad_(), leaves, in_fp8, rounded, True
+        inputs = x.clone().requires_grad_(), leaves, in_fp8, rounded, True, False
         opcheck(torch.ops.zeco.parallel_linear.default, inputs, test_utils=tests)
-        opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights, in_fp8))
+        opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights, in_fp8, False))
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the fourth compares outputs, NaN here
     for is_fp8 in (False, True):
-        inputs = x.clone().requires_grad_(), leaves[:1], [is_fp8], [], False
+        inputs = x.clone().requires_grad_(), leaves[:1], [is_fp8], [], False, False
         opcheck(torch.ops.zeco.parallel_linear.default, inputs, test_utils=tests)

@@ -53,12 +53,15 @@ def batches(number: int, documents: bool, segments: int, mesh: ProcessMesh) -> l
 class RunAgain(StepGraphs):
     """In place of a replay a part runs again as it was captured: what it has not read from its tensors is as then."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, released: bool = False) -> None:
         with mock.patch.object(torch.cuda, "Stream"), mock.patch.object(torch.cuda, "graph_pool_handle"):
             super().__init__(model, torch.device("cpu"))
-        self.runs = 0
+        self.runs, self.released = 0, released
 
     def begin_step(self) -> bool:
+        if self.released and self._step == WARM_UP + 1:
+            with mock.patch.object(torch.cuda, "graph_pool_handle"):
+                self.release()
         super().begin_step()
         # A graph overwrites the gradients. Here the pass runs again, and would add to them: the step has to clear them.
         return False
@@ -134,26 +137,27 @@ def check_same_bits(mesh: ProcessMesh, settings: list[str], micro_batches: int, 
     assert len({each.loss for each in numbers}) == STEPS
 
 
-def run_again(rank: int, world_size: int, cases: list[list[str]]) -> None:
-    """A case has three micro-batches or one, in turns."""
+def run_again(rank: int, world_size: int, cases: list[list[str]], released: int | None = None) -> None:
+    """A case has three micro-batches or one, in turns; that `released` loses its graphs after a replayed step."""
     mesh = init_mesh(Launch(rank, world_size, rank), world_size, torch.device("cpu"), timedelta(seconds=60))
     for index, settings in enumerate(cases):
         made: list[RunAgain] = []
         segments = next((int(s.partition("=")[2]) for s in settings if s.startswith("train.segments=")), 1)
 
-        def graphs(model: nn.Module, made: list[RunAgain] = made) -> RunAgain:
-            made.append(RunAgain(model))
+        def graphs(model: nn.Module, made: list[RunAgain] = made, index: int = index) -> RunAgain:
+            made.append(RunAgain(model, released=index == released))
             return made[0]
 
         micro_batches = (3, 1)[(index + segments // 4) % 2]
         check_same_bits(mesh, ["model.num_layers=2", *settings], micro_batches, graphs, "fp32")
         # A first and a second pass of each segment but the last, which has one; and the norm.
-        assert made[0].runs == (STEPS - WARM_UP) * (micro_batches * (2 * segments - 1) + 1), settings
+        steps = 1 if index == released else STEPS - WARM_UP
+        assert made[0].runs == steps * (micro_batches * (2 * segments - 1) + 1), settings
 
 
 def test_steps_read_all_that_changes_from_tensors() -> None:
     """Of one rank, which sums its gradients in one buffer; lab/campaigns/cases/test_graphs.py has the others."""
-    run_distributed(run_again, 1, [[]])
+    run_distributed(run_again, 1, [[], []], 1)
 
 
 def test_what_cannot_be_captured_is_said() -> None:

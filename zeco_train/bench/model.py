@@ -24,6 +24,7 @@ freed; a table and a figure (`mixers.md`, `mixers.png`) set them beside each oth
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from zeco_train.bench.figures import mixer_rows, mixer_table
 from zeco_train.bench.peer import Peer, Weights, check_peer
 from zeco_train.bench.products import Products, product_flops
 from zeco_train.bench.session import Row, Session, check_results, choice_of, gradient_norms, marked
-from zeco_train.bench.timing import Contender, Subject, time_in_turns
+from zeco_train.bench.timing import Contender, Subject, time_in_turns, warm_again
 from zeco_train.bench.variants import PRODUCTS, Variant, gathered_exchange
 from zeco_train.config.schema import Config
 from zeco_train.errors import ConfigError
@@ -199,6 +200,9 @@ class _Measurement:
         rows = self._time(contenders, count, later, started)
         for contender in contenders if self._config.trace and self._session.on_cuda else ():
             if contender.name != PRODUCTS:
+                self._session.enter(f"{self._shape}, {count:,} tokens a rank, trace of {contender.name}")
+                others = [each for each in contenders if each is not contender]
+                warm_again(contender, others, itertools.count(_TRACED_STEP + 1), self._session)
                 self._trace(contender, count)
         return rows
 
@@ -266,16 +270,16 @@ class _Measurement:
             return (time.monotonic() - started) / len(contenders)
 
         config = self._config
-        steps = time_in_turns(contenders, config.warmup, config.steps, self._session, lambda: later * share())
+        what = f"{self._shape}, {count:,} tokens a rank"
+        steps = time_in_turns(contenders, config.warmup, config.steps, self._session, lambda: later * share(), what)
         self._session.spent(share())
         if steps < config.steps:
             names = ", ".join(contender.name for contender in contenders)
             text = f"{names}, {count:,} tokens: {steps} of {config.steps} steps"
             self._report.note(f"{text}: budget_seconds={config.budget_seconds:g}")
-        held_gb = sum(each.held_gb for each in contenders)
-        return [self._row(contender, count, held_gb) for contender in contenders]
+        return [self._row(contender, count) for contender in contenders]
 
-    def _row(self, contender: Contender, count: int, held_gb: float) -> Row:
+    def _row(self, contender: Contender, count: int) -> Row:
         model, train = self._run.model, self._run.train
         row: Row = {"model": model.name, "mixer": model.mixer, "heads": model.num_heads, "tokens": count}
         row |= {"micro_batches": self._config.micro_batches}
@@ -284,15 +288,13 @@ class _Measurement:
         seq_len = row["seq_len"] = self._tokens(count).seq_len(alone)
         flops = spec.flops_per_token(seq_len)
         all_flops = flops + spec.recomputed_flops_per_token(seq_len, train.recompute, train.segments)
-        peak_gb = row["peak_gb"] and row["peak_gb"] - held_gb + contender.held_gb
         if contender.name == PRODUCTS:
             flops = all_flops = product_flops(model)
-            row |= {"loss": None, "seq_len": None}
-            peak_gb = row["peak_gb"] and contender.held_gb
+            row |= {"loss": None, "seq_len": None, "peak_gb": row["peak_gb"] and contender.held_gb}
         rate = 1e3 * count * self._config.micro_batches / row["wall_ms"]
         device, dtype = self._session.device, train.dtype.compute
         mfu, hfu = (utilisation(rate * each.total, device, dtype) for each in (flops, all_flops))
-        row |= {"peak_gb": peak_gb, "tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
+        row |= {"tokens_per_second_per_gpu": rate, "mfu": mfu, "hfu": hfu}
         if contender.name == PRODUCTS or contender.variant.is_peer:
             return row
         return marked(row, find_slow_paths(kernel_calls(self._run), self._session.target, count))

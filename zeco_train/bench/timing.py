@@ -33,7 +33,7 @@ from zeco_train.bench.session import Row, Session, check_results
 from zeco_train.bench.variants import Variant
 from zeco_train.errors import CommunicationError, first_cause
 from zeco_train.sp.exposed import ExposedMeter
-from zeco_train.training.graphs import StepGraphs
+from zeco_train.training.graphs import WARM_UP, StepGraphs
 
 _MIB = 1 << 20
 _MAX_FLUSHES = 400
@@ -42,6 +42,8 @@ _MS_OF_BARRIER = 0.3
 Mark = torch.cuda.Event | float
 # Blocks of steps per contender.
 ROUNDS = 4
+# Fragments, and what the first launches allocate.
+_ROOM = 1.2
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,8 @@ class Contender:
         first_seconds: duration of the first step, including compilation and autotuning.
         exposed: seconds that compute waited for scans in all timed steps on this rank.
         loss: of the last step.
-        held_gb: device memory of its own buffers, held for its whole lifetime.
+        held_gb: device memory of its own buffers or graphs, held while others run.
+        peak_gb: without what other contenders held.
         graphs: that replay its steps.
     """
 
@@ -328,16 +331,25 @@ class Contender:
 
 
 def time_in_turns(
-    contenders: Sequence[Contender], warmup: int, steps: int, session: Session, kept: Callable[[], float] = lambda: 0.0
+    contenders: Sequence[Contender],
+    warmup: int,
+    steps: int,
+    session: Session,
+    kept: Callable[[], float] = lambda: 0.0,
+    what: str = "timing",
 ) -> int:
     """Warm up, then time all contenders in turns; stores the results in them. Collective.
 
     `kept` seconds of the session's budget are reserved for later measurements. Returns the number of steps per
-    contender: less than requested if another round would exceed the budget.
+    contender: less than requested if another round would exceed the budget. An error names `what` and the contender.
+    If CUDA graphs of all do not fit the device, those of the others are freed before a contender's first step, and
+    captured again in their turn.
     """
     # One count for all contenders: no two of their steps train on the same tokens.
     numbers = itertools.count()
     for contender in contenders:
+        session.enter(f"{what}, {contender.name}")
+        _make_room(contender, contenders, session)
         for index in range(warmup):
             started = time.perf_counter()
             contender.step(next(numbers))
@@ -349,9 +361,10 @@ def time_in_turns(
         started = time.monotonic()
         for index in range(len(contenders)):
             contender = contenders[(turn + index) % len(contenders)]
-            if len(contenders) > 1:
-                contender.step(next(numbers))  # warm up: caches hold the previous contender's data
-            _block(contender, count, numbers, session)
+            others = [each for each in contenders if each is not contender]
+            session.enter(f"{what}, {contender.name}")
+            warm_again(contender, others, numbers, session)
+            _block(contender, others, count, numbers, session)
         done += count
         if not session.within_budget(time.monotonic() - started + kept()):
             break
@@ -364,7 +377,32 @@ def in_rounds(steps: int) -> Iterator[int]:
         yield steps // ROUNDS + (index < steps % ROUNDS)
 
 
-def _block(contender: Contender, count: int, numbers: Iterator[int], session: Session) -> None:
+def warm_again(contender: Contender, others: Sequence[Contender], numbers: Iterator[int], session: Session) -> None:
+    """Run the steps needed after those of others, whose data is in the caches, and for which its graphs may be gone."""
+    _make_room(contender, others, session)
+    launched = contender.graphs is not None and not contender.graphs.are_replays
+    for _ in range(WARM_UP + 2 if launched else bool(others)):
+        contender.step(next(numbers))
+
+
+def _make_room(contender: Contender, others: Sequence[Contender], session: Session) -> None:
+    # A step's launched passes, and the capture after them, take as much as another contender's graphs.
+    graphs = [each.graphs for each in others if each.graphs is not None and each.graphs.are_replays]
+    if contender.graphs is None or contender.graphs.are_replays or not graphs:
+        return
+    session.settle()
+    torch.cuda.empty_cache()
+    needed, (free, _) = max(sum(each.memory()) for each in graphs), torch.cuda.mem_get_info()
+    if any(session.gather(free < _ROOM * needed)):
+        for each in graphs:
+            each.release()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _block(
+    contender: Contender, others: Sequence[Contender], count: int, numbers: Iterator[int], session: Session
+) -> None:
     session.settle()
     if contender.meter is not None:
         # Drop what warm-up steps have measured.
@@ -382,12 +420,13 @@ def _block(contender: Contender, count: int, numbers: Iterator[int], session: Se
     if contender.meter is not None and (exposed := contender.meter.take()) is not None:
         contender.exposed = (contender.exposed or 0.0) + exposed
     if session.on_cuda:
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() / 1e9
         if contender.graphs is not None:
             # The allocator does not see what replays use.
-            held, used = contender.graphs.memory()
-            contender.held_gb, peak = held / 1e9, peak + used
-        contender.peak_gb = max(contender.peak_gb or 0.0, peak / 1e9)
+            contender.held_gb, used = (part / 1e9 for part in contender.graphs.memory())
+            peak += used
+        held = sum(each.held_gb if each.graphs is None else each.graphs.memory()[0] / 1e9 for each in others)
+        contender.peak_gb = max(contender.peak_gb or 0.0, peak - held)
 
 
 def mark(session: Session) -> Mark:

@@ -85,13 +85,24 @@ class Kernel:
         return getattr(import_module(self.module), self.name)
 
 
+# At least four columns, one vector access in fp32; sixteen for products.
+def _tile_columns(key_dim: int, value_dim: int, matrices: bool, tuning: KernelTuning) -> int:
+    least, rows = (16, max(16, power_of_2(key_dim))) if matrices else (4, power_of_2(key_dim))
+    return max(least, min(power_of_2(value_dim), tuning.elements // rows))
+
+
+def matrix_copies(load: Load) -> int:
+    """How often `two_shot`'s kernel sends a head's matrix: with each tile."""
+    columns = _tile_columns(*load.shape[2:], True, TWO_SHOT_KERNEL.of_matrices)
+    return -(-load.shape[3] // columns)
+
+
 def _two_shot_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: int | None) -> Partition:
     # Tiles span all of K and part of V: never cut along K, since a transition may mix a column's elements.
     batch, heads, key_dim, value_dim = request.state.shape
     matrices = is_matrix(request.transition)
     rows = max(16 if matrices else 1, power_of_2(key_dim))
-    # At least four columns, one vector access in fp32; sixteen for products.
-    columns = max(16 if matrices else 4, min(power_of_2(value_dim), tuning.elements // rows))
+    columns = _tile_columns(key_dim, value_dim, matrices, tuning)
     tiles = batch * heads * -(-value_dim // columns)
     width = -(-tiles // ranks)
     size = request.state.element_size()

@@ -5,7 +5,8 @@ worker's stream, and failure reporting to the host. Nothing here synchronises wi
 captured into a CUDA graph once one of its size has run outside.
 
 On the wire, per rank, of S bytes a state: `chain` receives S and sends S; `two_shot` sends (P − 1)/P S and the
-transitions to owners and receives as much in results. `carry_out` adds S to the bytes received.
+transitions to owners, a matrix with each tile of its head, and receives as much in results. `carry_out` adds S to the
+bytes received.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zeco_train.collectives.cost_model import Costs, Link, Load
-from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL
+from zeco_train.collectives.one_kernel import TWO_SHOT_KERNEL, matrix_copies
 from zeco_train.collectives.slices import Slices, slice_bytes
 from zeco_train.collectives.wire import Wire
 from zeco_train.collectives.worker import ScanJob, ScanSpec
@@ -71,7 +71,8 @@ def _bytes_sent(load: Load, want_carry: bool) -> float:
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
     if costs.link is Link.symmetric:
         # Measured without log-decays; the kernel's owners have tiles, not columns.
-        slices = (2 * load.state_bytes + load.matrices * load.transition_bytes) / load.ranks
+        matrices = matrix_copies(load) * load.transition_bytes if load.matrices else 0
+        slices = (2 * load.state_bytes + matrices) / load.ranks
     else:
         columns, transitions = slice_bytes(load, load.ranks)
         slices = 2 * columns + transitions

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -79,19 +80,22 @@ class _PaddedForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._operands = operands
         self._inner = self.passes.forward(_padded(operands), self.scale, self.doc_ids)
-        self._K, V = _head_dims(operands, self.values)
-        self.state = self._inner.state[..., : self._K, :V].contiguous()
+        self.lazy, self._shape = getattr(self._inner, "lazy", False), _state_shape(operands, self.values)
+
+    @cached_property
+    def state(self) -> Tensor:
+        return self._inner.state[..., : self._shape[2], : self._shape[3]].contiguous()
 
     @property
     def transition(self) -> Tensor:
-        whole = self._inner.transition
-        return (whole[..., : self._K] if whole.dim() == 3 else whole[..., : self._K, : self._K]).contiguous()
+        whole, K = self._inner.transition, self._shape[2]
+        return (whole[..., :K] if whole.dim() == 3 else whole[..., :K, :K]).contiguous()
 
     def overlap(self) -> None:
         self._inner.overlap()
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
-        check_state(incoming_state, "incoming_state", self.state.shape)
+        check_state(incoming_state, "incoming_state", self._shape)
         o = _resized(self._inner.outputs(_pad_state(incoming_state)), self.width)
         self.saved = _cut_replaced(self.passes, self._operands, self._inner.saved)
         return o
@@ -107,16 +111,19 @@ class _PaddedBackward(BackwardBase):
         self._inner = self.passes.backward(
             _padded(operands), _resized(self.do, _aligned(self.do)), self.saved, None, self.scale, self.doc_ids
         )
-        K, V = _head_dims(operands, self.values)
-        self.state_grad = self._inner.state_grad[..., :K, :V].contiguous()
+        self.lazy, self._shape = getattr(self._inner, "lazy", False), _state_shape(operands, self.values)
+
+    @cached_property
+    def state_grad(self) -> Tensor:
+        return self._inner.state_grad[..., : self._shape[2], : self._shape[3]].contiguous()
 
     def overlap(self) -> None:
         self._inner.overlap()
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
+        check_state(incoming_grad, "incoming_grad", self._shape)
         if isinstance(self._inner, BackwardBase):
-            self._inner.unpadded, _ = _head_dims(self._operands, self.values)
+            self._inner.unpadded = self._shape[2]
         grads = self._inner.operand_grads(_pad_state(incoming_grad))
         return tuple(
             grad if grad.shape == x.shape else _resized(grad, x.shape[-1])
@@ -124,9 +131,10 @@ class _PaddedBackward(BackwardBase):
         )
 
 
-def _head_dims(operands: Sequence[Tensor], values: Sequence[int]) -> tuple[int, int]:
+def _state_shape(operands: Sequence[Tensor], values: Sequence[int]) -> torch.Size:
     K = next(x.shape[-1] for position, x in enumerate(operands) if position not in values)
-    return K, operands[values[0]].shape[-1]
+    B, _, H, V = operands[values[0]].shape
+    return torch.Size((B, H, K, V))
 
 
 def _is_odd(operands: Sequence[Tensor], values: Sequence[int]) -> bool:
@@ -134,7 +142,7 @@ def _is_odd(operands: Sequence[Tensor], values: Sequence[int]) -> bool:
     if not any(dim % _ALIGNMENT for dim, _ in of_heads):
         return False
     # Not if head dims do not fit each other, which the passes then refuse.
-    K, V = _head_dims(operands, values)
+    *_, K, V = _state_shape(operands, values)
     return len(of_heads) > 2 and all(dim == (V if is_value else K) for dim, is_value in of_heads) and K > 0 and V > 0
 
 

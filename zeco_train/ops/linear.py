@@ -16,11 +16,13 @@ after its leading one. Numbers below 2⁻¹⁷ of a row's largest become 0, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import KernelRule, Target, problem
@@ -129,3 +131,28 @@ def product(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype, fast: bool = False) -> T
     return torch._scaled_mm(
         a.values, b.values.T, scale_a=a.scales, scale_b=b.scales.T, out_dtype=dtype, use_fast_accum=fast
     )
+
+
+class Aside(NamedTuple):
+    """A linear layer beside an operator, y = x Wᵀ, which the operator computes while its scan is under way.
+
+    So does its backward pass with dW. The gradient of x is a matter of `edge`, which stands for y and has dy as its
+    gradient: a layer's input has other readers, and one sum of all gradients is in one order and rounded as before.
+    """
+
+    x: Tensor  # [..., D]
+    weight: Tensor  # [N, D]
+    more: tuple[Tensor, ...]  # as of `linear`
+    edge: Tensor  # [..., N], without values
+
+
+def linear(x: Tensor, weight: Tensor, more: Sequence[Tensor] = ()) -> Tensor:
+    """The product x Wᵀ [..., N] of x [..., D] and W [N, D]; `more`: the bias [N], or x as `Fp8Rows` for one in fp8."""
+    if len(more) == 2:
+        return product(Fp8Rows(*more), quantise_rows(weight), x.dtype, fast=True).view(*x.shape[:-1], -1)
+    return F.linear(x, weight, *more)
+
+
+def weight_grad(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a weight, dyᵀ x [N, D], of dy [..., N] and x [..., D]."""
+    return dy.flatten(0, -2).T @ x.flatten(0, -2)

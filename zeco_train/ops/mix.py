@@ -7,6 +7,9 @@ states in the forward pass and one of state gradients, in reverse, in the backwa
     zeco::mix_backward  local state gradients → launch(D_loc, Aᵀ, reverse) | states again, intra-chunk gradients
                         | wait → D_in, operand gradients, finish
 
+An operator with matrices for transitions has little to compute beside its scan. So a mixer may give a linear layer
+that reads other tensors, such as an output gate's: its product and its weight's gradient come before `wait` (`Aside`).
+
 Both are custom ops, so a compiler sees each as one node: it neither traces inside nor moves a launch away from the
 compute that overlaps it, and a compiled block has no graph break.
 """
@@ -23,6 +26,7 @@ from torch.library import Library, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.layer_states import StateInput, StateOutput
+from zeco_train.ops.linear import Aside, linear, weight_grad
 from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
@@ -79,10 +83,24 @@ def mix_at(
     operator: str, operands: Sequence[Tensor], scale: float, position: SequencePosition, state_input: StateInput
 ) -> tuple[Tensor, StateOutput]:
     """`mix` as a compiler can trace it, of a position on the tokens' device: o, and the states that crossed ranks."""
+    o, state_output, _ = mix_beside(operator, operands, scale, position, state_input, None)
+    return o, state_output
+
+
+def mix_beside(
+    operator: str,
+    operands: Sequence[Tensor],
+    scale: float,
+    position: SequencePosition,
+    state_input: StateInput,
+    aside: Aside | None,
+) -> tuple[Tensor, StateOutput, Tensor | None]:
+    """`mix_at`, and the output [..., N] of a linear layer, computed while the operator's scan is under way."""
     assert position.doc_ids is not None or position.documents is None, "take `SequencePosition.on` first"
+    beside: tuple[Any, ...] = ([], None) if aside is None else ([aside.x, aside.weight, *aside.more], aside.edge)
     where = position.handle, position.doc_ids
-    o, received, carry_out, _, _ = torch.ops.zeco.mix(list(operands), operator, scale, *where, *state_input)
-    return o, StateOutput(received, carry_out)
+    o, received, carry_out, _, _, y = torch.ops.zeco.mix(list(operands), operator, scale, *where, *state_input, *beside)
+    return o, StateOutput(received, carry_out), y[0] if y else None
 
 
 def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
@@ -121,7 +139,8 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-# o, received, carry_out, and for the backward pass the transition and `ForwardPass.saved`; absent tensors are [0].
+# o, received, carry_out, for the backward pass the transition and `ForwardPass.saved`, and the output of the linear
+# layer `aside`, if there is one, of which autograd alone reads the edge; absent tensors are [0].
 def _mix(
     operands: list[Tensor],
     operator: str,
@@ -131,7 +150,9 @@ def _mix(
     incoming_state: Tensor | None,
     carry_in: Tensor | None,
     want_carry: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    aside: list[Tensor],
+    edge: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     _check(operator, operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
@@ -148,6 +169,7 @@ def _mix(
             request = ScanRequest(state, transition, False, carry_in, wanted, cuts)
             pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
             local.overlap()
+            beside = _outputs_beside(aside)
             received = _whole(pending) if chosen.reads_whole else pending.wait()
             o = local.outputs(received)
             if not chosen.reads_whole:
@@ -157,12 +179,17 @@ def _mix(
             received = received.clone() if received is carry_in else received
         else:
             local.overlap()
+            beside = _outputs_beside(aside)
             o = local.outputs(incoming_state)
             received = transition.new_empty(0)
             shape = chosen.state_shape(operands) if want_carry else (0,)
             carry_out = like.new_full(shape, torch.nan, dtype=accumulation_dtype(like.dtype))
         # Contiguous, as `_mix_shapes` promises the compiler.
-        return o.contiguous(), received, carry_out, transition, list(local.saved)
+        return o.contiguous(), received, carry_out, transition, list(local.saved), beside
+
+
+def _outputs_beside(aside: list[Tensor]) -> list[Tensor]:
+    return [linear(*aside[:2], aside[2:])] if aside else []
 
 
 # Whether a state passes through this rank's tokens, so that their transition must be known. Before the first rank the
@@ -189,7 +216,7 @@ def _whole(pending: LaunchedScan) -> Tensor:
 
 
 def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any, ...]:
-    _, _, doc_ids, incoming_state, _, want_carry = rest
+    _, _, doc_ids, incoming_state, _, want_carry, aside, _ = rest
     chosen = operator_of(operator, operands)
     like = operands[chosen.output]
     state, dtype = chosen.state_shape(operands), accumulation_dtype(like.dtype)
@@ -198,10 +225,12 @@ def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any,
         like.new_empty(shape, dtype=dtype) for shape in (*shapes, chosen.transition_shape(operands))
     )
     saved = _passes(chosen, operands, doc_ids).saved_like(operands)
-    return like.new_empty(like.shape), received, carry_out, transition, list(saved)
+    beside = [aside[0].new_empty(*aside[0].shape[:-1], len(aside[1]))] if aside else []
+    return like.new_empty(like.shape), received, carry_out, transition, list(saved), beside
 
 
-# The gradients of the operands, and dcarry_in, which is [0] unless it is wanted.
+# The gradients of the operands, dcarry_in, which is [0] unless it is wanted, and the gradient of a weight if `aside`
+# has the gradient of its layer's output, and the layer's input.
 def _mix_backward(
     operands: list[Tensor],
     do: Tensor,
@@ -214,7 +243,8 @@ def _mix_backward(
     handle: Tensor,
     doc_ids: Tensor | None,
     want_dcarry: bool,
-) -> tuple[list[Tensor], Tensor]:
+    aside: list[Tensor],
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     _check(operator, operands, doc_ids, do)
     with torch.cuda.device_of(do), _without_autocast(do):
@@ -226,18 +256,20 @@ def _mix_backward(
         request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, cuts)
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
         local.overlap()
+        dweights = [weight_grad(*aside)] if aside else []
         incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
         grads = [grad.contiguous() for grad in local.operand_grads(incoming_grad)]
         if not chosen.reads_whole:
             pending.finish()
         dcarry_in = pending.carry_out() if want_dcarry else transition.new_empty(0)
-        return grads, dcarry_in.clone() if dcarry_in is dcarry_out else dcarry_in
+        return grads, dcarry_in.clone() if dcarry_in is dcarry_out else dcarry_in, dweights
 
 
-def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tensor], Tensor]:
-    _, _, transition, _, _, operator, *_, want_dcarry = rest
+def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    _, _, transition, _, _, operator, *_, want_dcarry, aside = rest
     state = operator_of(operator, operands).state_shape(operands)
-    return [x.new_empty(x.shape) for x in operands], transition.new_empty(state if want_dcarry else (0,))
+    dweights = [aside[1].new_empty(aside[0].shape[-1], aside[1].shape[-1])] if aside else []
+    return [x.new_empty(x.shape) for x in operands], transition.new_empty(state if want_dcarry else (0,)), dweights
 
 
 # `zeco::mix` under autograd, with its lists flattened: `torch.library.register_autograd` would flatten and unflatten
@@ -245,11 +277,12 @@ def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tenso
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry, *operands = inputs
+        operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry, num_operands, _, *tensors = inputs
+        operands, aside = tensors[:num_operands], tensors[num_operands:]
         # Otherwise the call would be dispatched to the autograd kernel, that is, here again.
         with torch._C._AutoDispatchBelowAutograd():
-            o, received, carry_out, transition, saved = torch.ops.zeco.mix.default(
-                list(operands), operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry
+            o, received, carry_out, transition, saved, beside = torch.ops.zeco.mix.default(
+                operands, operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry, aside, None
             )
         ctx.mark_non_differentiable(received, transition, *saved)
         ctx.set_materialize_grads(False)
@@ -257,14 +290,16 @@ class _Differentiable(torch.autograd.Function):
         incoming_state = received if incoming_state is None else incoming_state
         kept = [x for position, x in enumerate(operands) if position not in passes.replaced]
         incoming_state = incoming_state if passes.needs_incoming else None
-        ctx.save_for_backward(handle, *kept, *saved, transition, incoming_state, doc_ids)
+        ctx.save_for_backward(handle, *kept, *saved, transition, incoming_state, doc_ids, *aside[:1])
         ctx.operator, ctx.scale, ctx.want_carry = operator, scale, want_carry
-        ctx.num_operands, ctx.replaced = len(operands), passes.replaced
-        return o, received, carry_out, transition, *saved
+        ctx.num_operands, ctx.replaced, ctx.num_aside = num_operands, passes.replaced, len(aside)
+        return o, received, carry_out, transition, *saved, *beside
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: None) -> tuple[Any, ...]:
-        handle, *kept, transition, incoming_state, doc_ids = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor | None, _: None, dcarry_out: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+        handle, *kept = ctx.saved_tensors
+        x = [kept.pop()] if ctx.num_aside else []
+        *kept, transition, incoming_state, doc_ids = kept
         num_kept = ctx.num_operands - len(ctx.replaced)
         operands, saved = kept[:num_kept], kept[num_kept:]
         # The first saved tensors take the place of the operands that were not kept (`Passes.replaced`).
@@ -276,13 +311,18 @@ class _Differentiable(torch.autograd.Function):
         # A compiler passes zeros for undefined gradients.
         dcarry_out = dcarry_out if ctx.want_carry else None
         where = ctx.operator, ctx.scale, handle, doc_ids
+        # Of the linear layer: its output comes last, its tensors after the operands.
+        dy, wanted = rest[-1] if x else None, ctx.needs_input_grad[9 + ctx.num_operands :]
+        pair = [dy, *x] if dy is not None and wanted[1] else []
         with torch._C._AutoDispatchBelowAutograd():
-            grads, dcarry_in = torch.ops.zeco.mix_backward.default(
-                operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry
+            grads, dcarry_in, dweights = torch.ops.zeco.mix_backward.default(
+                operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry, pair
             )
         if torch.is_grad_enabled():  # by `create_graph`
             *grads, dcarry_in = _Final.apply((*grads, dcarry_in), do, dcarry_out, *operands)
-        return None, None, None, None, None, dcarry_in if want_dcarry else None, None, *grads
+        more = [dy.flatten(0, -2).sum(0) if dy is not None and each else None for each in wanted[2:]]
+        of_aside = [None, *(dweights or [None]), *more] if x else []
+        return None, None, None, None, None, dcarry_in if want_dcarry else None, None, None, dy, *grads, *of_aside
 
 
 # Gradients, which depend on the other arguments.
@@ -297,8 +337,10 @@ class _Final(torch.autograd.Function):
 
 
 def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
-    o, received, carry_out, transition, *saved = _Differentiable.apply(*settings, *operands)
-    return o, received, carry_out, transition, saved
+    *settings, aside, edge = settings
+    found = _Differentiable.apply(*settings, len(operands), edge, *operands, *aside)
+    saved = len(found) - bool(aside)
+    return *found[:4], list(found[4:saved]), list(found[saved:])
 
 
 # Not by `custom_op`, which registers an autograd kernel of its own, and checks each call for aliases.

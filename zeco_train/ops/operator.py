@@ -62,6 +62,10 @@ def assume(target: Target) -> Iterator[None]:
         _assumed = before
 
 
+# Compute capabilities of GPUs whose programs have at most 99 KB of shared memory.
+SMALL = (8, 6), (8, 9), (12, 0), (12, 1)
+
+
 @dataclass(frozen=True, eq=False)
 class KernelRule:
     """The calls that kernels on GPUs serve."""
@@ -71,13 +75,15 @@ class KernelRule:
     largest: tuple[int, int] | None = None  # K and V; None: any
     row_bytes: int = 1  # rows of K and of V channels are multiples of it
     largest_fp32: int | None = None  # K and V of fp32 tokens, where PyTorch is faster beyond; None: as of others
+    largest_small: int | None = None  # K on GPUs of `SMALL`; None: as on others
     # Target → why a GPU runs slower kernels than others of its kind; None: it does not.
     lesser: Callable[[Target], str | None] = lambda target: None
 
     def serves(self, tokens: Tensor, values: Tensor, *wide: Tensor, target: Target | None = None) -> bool:
         """Whether kernels serve tokens [..., K], values [..., V] and these decays and strengths, or PyTorch does."""
         # Sizes may be symbols of a compiler: only a rule that needs them reads them, as numbers, which can be cached.
-        is_limited = self.largest is not None or self.row_bytes > 1 or self.largest_fp32 is not None
+        limits = self.largest, self.largest_fp32, self.largest_small
+        is_limited = self.row_bytes > 1 or any(limit is not None for limit in limits)
         dims = (int(tokens.shape[-1]), int(values.shape[-1])) if is_limited else (0, 0)
         target = Target.of(tokens.device) if target is None else target
         return problem(self, target, *dims, tokens.dtype, *(x.dtype for x in wide)) is None
@@ -99,6 +105,8 @@ def problem(
     dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
     if rule.largest is not None and (key_dim > rule.largest[0] or value_dim > rule.largest[1]):
         return f"{dims}, at most K {rule.largest[0]}, V {rule.largest[1]}"
+    if rule.largest_small is not None and key_dim > rule.largest_small and target.architecture in SMALL:
+        return f"{dims} on GPUs with 100 KB of shared memory, at most K {rule.largest_small}"
     if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
         return f"{dims}, only multiples of {rule.row_bytes // tokens.itemsize}"
     if rule.largest_fp32 is not None and tokens is torch.float32 and max(key_dim, value_dim) > rule.largest_fp32:

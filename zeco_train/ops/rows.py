@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -75,7 +75,11 @@ class _RowsForward(ForwardBase):
         # Kernels take tensors that start at 16 bytes.
         of_rows = zip(self.rows.split(operands), map(dense, self.doc_ids), strict=True)
         self._rows = [self.passes.forward(row, self.scale, doc_ids) for row, doc_ids in of_rows]
-        self.state = torch.cat([row.state for row in self._rows])
+        self.lazy = all(getattr(row, "lazy", False) for row in self._rows)
+
+    @cached_property
+    def state(self) -> Tensor:
+        return torch.cat([row.state for row in self._rows])
 
     @property
     def transition(self) -> Tensor:
@@ -116,7 +120,11 @@ class _RowsBackward(BackwardBase):
             )
             for index, row in enumerate(self.rows.split(operands))
         ]
-        self.state_grad = torch.cat([row.state_grad for row in self._rows])
+        self.lazy = all(getattr(row, "lazy", False) for row in self._rows)
+
+    @cached_property
+    def state_grad(self) -> Tensor:
+        return torch.cat([row.state_grad for row in self._rows])
 
     def overlap(self) -> None:
         for row in self._rows:

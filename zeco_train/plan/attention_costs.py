@@ -56,14 +56,17 @@ def attention_kernel(case: PlannedCase, block: BlockSpec) -> str:
     return kernel_name(target, is_served, train.deterministic)
 
 
-def method_costs(case: PlannedCase, attention: AttentionSpec) -> MethodCosts:
-    """Bytes and memory of one layer for a micro-batch."""
+def method_costs(case: PlannedCase, block: BlockSpec) -> MethodCosts:
+    """Bytes and memory of one softmax layer for a micro-batch."""
+    attention = block.attention
+    assert attention is not None
     if case.sp_size == 1:
         return MethodCosts(0.0, 0.0, (0, 0), 0.0)
     of_sequence = (case.tokens // case.batch, case.sp_size, attention.window)
     sizes = case.compute_bytes, case.wide_bytes, case.topology.nodes
     is_replayed = case.config.train.recompute is Recompute.full
-    load = AttentionLoad(*attention[:3], *of_sequence, *sizes, is_replayed, case.batch)
+    computed = case.compute_bytes if attention_kernel(case, block) == "cuDNN" else None
+    load = AttentionLoad(*attention[:3], *of_sequence, *sizes, is_replayed, case.batch, computed)
     costs = method_of(case).costs(load)
     of_batch = "forward", "backward", "held", "kept"
     return costs._replace(**{name: case.batch * getattr(costs, name) for name in of_batch})
@@ -75,8 +78,8 @@ def plan_exchanges(case: PlannedCase) -> Exchanges:
     if case.backend.scans and case.sp_size > 1:
         link = case.machine.node_link if case.crosses_nodes else case.machine.link
         latency = case.machine.scans[case.link].farthest(case.topology.nodes).exchange
-        for block, attention in attention_blocks(case):
-            costs, passes = method_costs(case, attention), block.count * case.passes
+        for block, _ in attention_blocks(case):
+            costs, passes = method_costs(case, block), block.count * case.passes
             sent += passes * costs.sent
             computing = _layer_seconds(case, block, case.config.data.seq_len)
             for moved, messages, busy in zip(costs[:2], costs.exchanges, computing, strict=True):
@@ -91,8 +94,8 @@ def attention_seconds(case: PlannedCase) -> float:
     # Where no rank shares a sequence, each has one of its own of as many tokens.
     shared, total = bool(case.backend.scans) or case.sp_size == 1, 0.0
     seq_len = case.config.data.seq_len // (1 if shared else case.sp_size)
-    for block, attention in attention_blocks(case):
-        slowest = method_costs(case, attention).slowest if shared else 1.0
+    for block, _ in attention_blocks(case):
+        slowest = method_costs(case, block).slowest if shared else 1.0
         total += block.count * case.passes * slowest * sum(_layer_seconds(case, block, seq_len))
     return total
 

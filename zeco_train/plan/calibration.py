@@ -65,6 +65,8 @@ CPU_FLOPS, CPU_BANDWIDTH, CPU_LINK = (5e9, 70e9, 35e9), 10e9, 1e9
 # times 0.17 of scalar decays' backward pass by chunks), and of both between LASP-1's receive and send, in series over
 # the ranks (4 GPUs).
 OVERLAP_FORWARD, OVERLAP_BACKWARD, LASP1_SERIAL = 0.19, 0.37, 0.27
+# Of delta rules' backward pass, the walk for their states (published_shapes_changes_1xh100.txt); forward there is none.
+OVERLAP_MATRICES = 0.17
 # Share of a block's time by which ranks drift apart, launched by the host and replayed as CUDA graphs: 2 and 4 GPUs,
 # assumed for more.
 DRIFT = {False: 0.12, True: 0.23}

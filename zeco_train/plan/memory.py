@@ -165,18 +165,18 @@ def optimizer_bytes(case: PlannedCase) -> float:
 
 def kept_bytes(case: PlannedCase, mixers: Iterable[str]) -> float:
     """Bytes that blocks of these kinds keep for their backward pass."""
-    layers = {name: block.attention for name, block in case.spec.blocks.items()}
-    more = {name: method_costs(case, layer).kept for name, layer in layers.items() if layer is not None}
+    blocks = case.spec.blocks.items()
+    more = {name: method_costs(case, block).kept for name, block in blocks if block.attention is not None}
     return sum(case.measured(name).kept.at(case.tokens) + more.get(name, 0.0) for name in mixers)
 
 
 def _passing_back(case: PlannedCase, name: str) -> float:
     # Of a block's backward pass, in addition to what it keeps; a method of softmax attention holds more.
-    measured, attention = case.measured(name), case.spec.blocks[name].attention
+    measured, block = case.measured(name), case.spec.blocks[name]
     passing = measured.backward.at(case.tokens)
-    if attention is None:
+    if block.attention is None:
         return passing
-    return max(passing, measured.attending.at(case.tokens) + method_costs(case, attention).held)
+    return max(passing, measured.attending.at(case.tokens) + method_costs(case, block).held)
 
 
 def _loss_bytes(case: PlannedCase) -> float:

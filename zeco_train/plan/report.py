@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from models.spec import AttentionSpec
+from models.spec import BlockSpec
 from zeco_train.collectives.cost_model import Costs
 from zeco_train.plan import calibration
 from zeco_train.plan.advice import Option
@@ -252,17 +252,17 @@ def _attention(case: PlannedCase) -> list[dict[str, Any]]:
             "layers": block.count,
             **attention._asdict(),
             "flops_per_token": block.operator_flops(case.config.data.seq_len).forward,
-            "methods": {name: _method(case, attention, method) for name, method in METHODS.items()},
+            "methods": {name: _method(case, block, method) for name, method in METHODS.items()},
         }
         for block, attention in attention_blocks(case)
     ]
 
 
-def _method(case: PlannedCase, attention: AttentionSpec, method: MethodSpec) -> dict[str, Any]:
+def _method(case: PlannedCase, block: BlockSpec, method: MethodSpec) -> dict[str, Any]:
     if (problem := problem_of(case, method.name)) is not None:
         return {"problem": problem, "planned": False}
     other = case.by(method=method)
-    costs, exchanges, time = method_costs(other, attention), plan_exchanges(other), plan_step(other)
+    costs, exchanges, time = method_costs(other, block), plan_exchanges(other), plan_step(other)
     return {
         "bytes_forward": costs.forward,
         "bytes_backward": costs.backward,

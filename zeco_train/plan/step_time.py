@@ -106,6 +106,9 @@ def exposed_scan_seconds(case: PlannedCase) -> float:
             late = [choice.seconds + serial * work for work in (forward, backward)]
         else:
             overlapped = known.OVERLAP_FORWARD * forward, known.OVERLAP_BACKWARD * backward
+            if block.scans_matrices:
+                beside = case.tokens * block.flops_beside / case.machine.flops[case.config.train.dtype]
+                overlapped = beside, beside + known.OVERLAP_MATRICES * backward
             late = [max(0.0, choice.seconds - work) for work in overlapped]
         drift = drift_seconds(case) if choice.scan.one_way else 0.0
         exposed += block.count * case.passes * sum(waited_seconds(each, drift, layers) for each in late)

@@ -30,6 +30,8 @@ from zeco_train.sp.all_scan_config import AllScanConfig, AllScanTransport
 
 logger = logging.getLogger(__name__)
 
+_NEEDS = "needs GPUs of one NVLink domain"
+
 
 @dataclass(frozen=True)
 class ScanChoice:
@@ -95,9 +97,9 @@ class ScanChooser:
         link = self.link(request.state.device)
         problem = request_problem(request) if link is Link.symmetric else None
         if problem is None and not any(scan.runs_on(link, load) for scan in scans):
-            problem = f"no kernel for matrices of K={load.shape[2]}"
+            problem = f"matrices of K={load.shape[2]}"
         if problem is not None:
-            self._fall_back(problem)
+            self._fall_back(f"has no kernel for {problem}")
             # The ranks could use symmetric memory, so they are on one machine.
             link = Link.nccl
         choice = fastest_scan(scans, MEASURED[link], load, self._blocks)
@@ -120,7 +122,7 @@ class ScanChooser:
     def _find_link(self, device: torch.device) -> Link:
         if device.type != "cuda":
             if self._transport is AllScanTransport.symmetric:
-                self._fall_back(f"the states are on {device.type}")
+                self._fall_back(f"{_NEEDS} (the states are on {device.type})")
             return Link.gloo
         if self._transport is not AllScanTransport.p2p:
             problem = self._symmetric_problem(device)
@@ -131,17 +133,18 @@ class ScanChooser:
 
     def _symmetric_problem(self, device: torch.device) -> str | None:
         if not any(scan.kernel for scan in self.scans):
-            return f"{self.scans[0].name} has no kernel yet"
+            return f"has no kernel for {self.scans[0].name} yet"
         if self._topology.nodes > 1:
-            return f"the ranks are on {self._topology}"
-        return transport_problem(self._worker, device)
+            return f"{_NEEDS} (the ranks are on {self._topology})"
+        problem = transport_problem(self._worker, device)
+        return None if problem is None else f"{_NEEDS} ({problem})"
 
     def _fall_back(self, problem: str) -> None:
         if self._transport is AllScanTransport.symmetric:
-            allowed = f"needs GPUs of one NVLink domain ({problem}); or take auto or p2p"
-            raise ConfigError("sp.all_scan.transport", self._transport.value, allowed)
+            raise ConfigError("sp.all_scan.transport", self._transport.value, f"{problem}; or take auto or p2p")
         if problem not in self._fell_back and _is_main():
-            logger.warning("sp.all_scan.transport=auto takes p2p, which is slower: no symmetric memory (%s)", problem)
+            line = "sp.all_scan.transport=auto takes p2p, which is slower: symmetric memory %s"
+            logger.warning(line, problem)
         self._fell_back.add(problem)
 
 

@@ -211,6 +211,14 @@ class StepGraphs(StepLauncher):
         held = sum(part["allocated_size"] for part in pool)
         return held, sum(part["total_size"] for part in pool) - held
 
+    def release(self) -> None:
+        """Free the graphs, on an idle device; the next steps are launched and captured as the first ones were."""
+        self._captured.clear()
+        self._gradients.clear()
+        self._model.zero_grad(set_to_none=True)
+        # Of the old one something may be left, in the model's caches.
+        self._pool, self._step = torch.cuda.graph_pool_handle(), 0
+
     def _forget_events(self) -> None:
         # FSDP2 keeps the event of its last gather for the next one: none may be between a capture and other work.
         torch.cuda.synchronize(self._device)

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,12 @@ pytestmark = [pytest.mark.campaign, pytest.mark.gpu]
 TIMEOUT = timedelta(seconds=60)  # of a wait, which includes compilation on other ranks
 ALGORITHMS = tuple(name for name, scan in SCANS.items() if scan.kernel)
 ODD, EVEN, LARGE = (2, 3, 5, 7), (2, 4, 64, 128), (1, 512, 64, 128)
+# Of matrices: two and four tiles of a head's rows; K 256 is too large for `two_shot`.
+TILED = (
+    ((1, 3, 128, 80), torch.float32, True, True),
+    ((1, 3, 128, 80), torch.float64, False, False),
+    ((1, 2, 256, 48), torch.float32, True, True),
+)
 # |R| < 4 terms below 6; fp32 rounds each of 4 steps by 2^-24, and the kernels' exp by a few of those.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
@@ -57,6 +64,8 @@ class Lane:
         if key not in self._known:
             pairs = Pairs.make(seed, self.world_size, shape, dtype, with_carry, seed % 2 == 1, matrices)
             expected = pairs.incoming(self.rank, self.reverse), pairs.incoming(self.world_size, self.reverse)
+            if matrices and self.reverse:  # as in memory where the backward pass has them
+                pairs.transitions = pairs.transitions.mT.contiguous().mT
             on_device = Pairs(pairs.states.cuda(), pairs.transitions.cuda(), _cuda(pairs.carry_in))
             self._known[key] = on_device, expected[0].cuda(), expected[1].cuda()
         return self._known[key]
@@ -92,10 +101,13 @@ def cases() -> Iterator[tuple[tuple[int, ...], torch.dtype, bool, bool]]:
 
 
 def every_case(lanes: list[Lane]) -> None:
+    kinds = [*itertools.product((False, True), enumerate(cases())), *((True, each) for each in enumerate(TILED))]
     for lane in lanes:
         for algorithm in ALGORITHMS:
-            kinds = itertools.product((False, True), enumerate(cases()))
             for matrices, (seed, (shape, dtype, with_carry, want_carry)) in kinds:
+                kernel = SCANS[algorithm].kernel
+                if matrices and kernel is not None and shape[2] > kernel.most_keys:
+                    continue
                 case = f"{algorithm} {matrices=} {shape} {dtype} {with_carry=} {want_carry=}"
                 pairs, incoming, carry = lane.known(seed, shape, dtype, with_carry, matrices)
                 first = None
@@ -120,6 +132,8 @@ def uneven_pace(lanes: list[Lane], count: int, seconds: float) -> None:
     # Compile all kernels first, so that the time limit excludes compilation.
     kinds = itertools.product(lanes, ALGORITHMS, (ODD, EVEN), (None, 2, 5), (False, True), (False, True))
     for lane, algorithm, shape, blocks, want_carry, matrices in kinds:
+        if matrices and blocks is not None:
+            continue  # each takes seconds to compile
         lane.launch(algorithm, lane.known(0, shape, matrices=matrices)[0], want_carry, blocks).wait()
     for lane in lanes:
         lane.worker.drain()
@@ -130,10 +144,12 @@ def uneven_pace(lanes: list[Lane], count: int, seconds: float) -> None:
         lane, algorithm = common.choice(lanes), common.choice(ALGORITHMS)
         shape = ODD if common.random() < 0.7 else EVEN
         blocks, want_carry = common.choice((None, 2, 5)), common.random() < 0.3
-        pairs, incoming, carry = lane.known(common.randrange(4), shape, matrices=common.random() < 0.5)
+        matrices = common.random() < 0.5
+        blocks = None if matrices else blocks
+        pairs, incoming, carry = lane.known(common.randrange(4), shape, matrices=matrices)
         if own.random() < 0.02:
             torch.cuda._sleep(own.randrange(1 << 20))  # up to 0.5 ms
-        name = f"scan {number}, {algorithm} {shape} {blocks=} {want_carry=}"
+        name = f"scan {number}, {algorithm} {shape} {matrices=} {blocks=} {want_carry=}"
         scan = lane.launch(algorithm, pairs, want_carry, blocks)
         pending.append((lane, name, scan, incoming, carry if want_carry else None))
         if len(pending) > 2:
@@ -178,11 +194,10 @@ def beyond_capacity(lane: Lane) -> None:
     lane.settle()
 
 
-def in_graphs(lanes: list[Lane], replays: int) -> None:
+def in_graphs(lanes: list[Lane], replays: int, *, matrices: bool) -> None:
     """Capture both directions and algorithms; inputs change between replays, and eager scans run in between."""
-    static = [
-        [x.clone() for x in (lane.known(0, EVEN)[0].states, lane.known(0, EVEN)[0].transitions)] for lane in lanes
-    ]
+    known = [[lane.known(seed, EVEN, matrices=matrices) for seed in range(4)] for lane in lanes]
+    static = [[x.clone() for x in (of_lane[0][0].states, of_lane[0][0].transitions)] for of_lane in known]
 
     def body() -> list[Tensor]:
         results = []
@@ -198,19 +213,20 @@ def in_graphs(lanes: list[Lane], replays: int) -> None:
     with torch.cuda.stream(side):
         body()
     torch.cuda.current_stream().wait_stream(side)
-    refused_capture(lanes[0])
+    if not matrices:
+        refused_capture(lanes[0])
     graph = CUDAGraph()
     with torch.cuda.graph(graph):
         results = body()
     for number in range(replays):
-        for lane, tensors in zip(lanes, static, strict=True):
-            pairs = lane.known(number % 4, EVEN)[0]
+        for of_lane, tensors in zip(known, static, strict=True):
+            pairs = of_lane[number % 4][0]
             tensors[0].copy_(pairs.states)
             tensors[1].copy_(pairs.transitions)
         graph.replay()
         for index, result in enumerate(results):
-            lane = lanes[index // 2]
-            lane.compare(f"replay {number}, result {index}", result, lane.known(number % 4, EVEN)[1])
+            of_lane = known[index // len(ALGORITHMS)]
+            lanes[index // len(ALGORITHMS)].compare(f"replay {number}, result {index}", result, of_lane[number % 4][1])
         if number % 50 == 0:
             pairs, incoming, _ = lanes[0].known(1, ODD)
             lanes[0].compare(f"eager scan after replay {number}", lanes[0].launch("chain", pairs).wait(), incoming)
@@ -230,10 +246,10 @@ def refused_capture(lane: Lane) -> None:
     lane.settle()
 
 
-def missing_peer(rank: int, world_size: int, algorithm: str) -> None:
+def missing_peer(rank: int, world_size: int, algorithm: str, matrices: bool) -> None:
     """Rank 0 skips a scan: rank 1 reports it, returns NaN, and refuses further scans."""
     lane = Lane(rank, world_size, reverse=False, timeout=timedelta(seconds=2))
-    pairs, incoming, _ = lane.known(0, EVEN)
+    pairs, incoming, _ = lane.known(0, EVEN, matrices=matrices)
     torch.cuda.synchronize()
     dist.barrier()
     lane.compare("before", lane.launch(algorithm, pairs).wait(), incoming)
@@ -268,8 +284,12 @@ def suite(rank: int, world_size: int) -> str:
         ("far ahead", lambda: far_ahead(lanes[0])),
         ("beyond the capacity", lambda: beyond_capacity(lanes[1])),
         ("10,000 scans", lambda: uneven_pace(lanes, 10_000, 30.0)),
-        ("graphs", lambda: in_graphs(lanes, 300)),
-        *((f"missing peer, {name}", lambda name=name: missing_peer(rank, world_size, name)) for name in ALGORITHMS),
+        ("graphs", lambda: in_graphs(lanes, 300, matrices=False)),
+        ("graphs, matrices", lambda: in_graphs(lanes, 100, matrices=True)),
+        *(
+            (f"missing peer, {name}, {matrices=}", partial(missing_peer, rank, world_size, name, matrices))
+            for name, matrices in itertools.product(ALGORITHMS, (False, True))
+        ),
     ]
     for name, part in parts:
         start = time.monotonic()

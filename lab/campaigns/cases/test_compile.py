@@ -150,15 +150,15 @@ def test_operator_passes_opcheck(dtype: torch.dtype, tokens: int, documents: boo
             leaves = [tensor.clone().requires_grad_() for tensor in inputs]
             carry_in = state.clone().requires_grad_() if carry else None
             incoming_state = 2 * state if replay else None
-            arguments = (leaves, "gla", 0.5, handle, doc_ids, incoming_state, carry_in, carry)
+            arguments = (leaves, "gla", 0.5, handle, doc_ids, incoming_state, carry_in, carry, [], None)
             tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
             if not (replay and carry):
                 # This check compares outputs, and the carry_out of a replay is NaN.
                 tests.append("test_aot_dispatch_dynamic")
             opcheck(torch.ops.zeco.mix.default, arguments, test_utils=tests)
             with torch.no_grad():
-                _, received, _, transition, saved = torch.ops.zeco.mix(*arguments)
+                _, received, _, transition, saved, _ = torch.ops.zeco.mix(*arguments)
             received = received if incoming_state is None else incoming_state
             dcarry_out = -state if carry else None
             kept = inputs, do, saved, transition, received, dcarry_out
-            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle, doc_ids, carry))
+            opcheck(torch.ops.zeco.mix_backward.default, (*kept, "gla", 0.5, handle, doc_ids, carry, []))

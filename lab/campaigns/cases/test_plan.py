@@ -171,11 +171,11 @@ def test_peak_has_the_keys_that_a_method_holds_wherever_the_layer_is(settings: l
     arguments = [*GLA_1B, *settings, "data.seq_len=1048576", "world_size=16"]
     gathered = make_case(*arguments, "sp.attention=all_gather")
     spread = make_case(*arguments, "sp.attention=ulysses")
-    (_, attention), *_ = attention_blocks(gathered)
-    more = method_costs(gathered, attention).held - method_costs(spread, attention).held
+    (block, _), *_ = attention_blocks(gathered)
+    more = method_costs(gathered, block).held - method_costs(spread, block).held
     memory, less = (plan_memory(case, 0.05) for case in (gathered, spread))
     assert sum(memory.phases[phase].values()) - sum(less.phases[phase].values()) == pytest.approx(more, rel=0.05)
     # Where the last layer is early, so are few activations left.
     assert phase != "backward of layer 16, softmax" or memory.phase == phase
     keys, queries = 2 * 16 * 128 * (1 << 20), 16 * 128 * (1 << 16)
-    assert method_costs(gathered, attention).held == keys * 2 * 4 + 4 * queries * 2
+    assert method_costs(gathered, block).held == keys * 2 * 4 + 4 * queries * 2

@@ -67,8 +67,8 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 
 
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory. V goes by
-# tiles; no published shape has more.
-_KERNELS = KernelRule(largest=(256, 512))
+# tiles; no published shape has more. With K 256 the reverse walk takes 112 KB of it, whatever its columns and stages.
+_KERNELS = KernelRule(largest=(256, 512), largest_small=128)
 # 16,384 tokens and 16 heads on an H200: gated_delta 1.166 ms, kda 2.134; shares of the forward pass by their kernels on
 # an H100 (docs/benchmarks.md).
 _GATED_TIME = OperatorTime("gated_delta", 4.45e-9, 0.29, 128, 128)

@@ -86,6 +86,7 @@ class AttentionLoad(NamedTuple):
     nodes: int = 1  # over which the ranks are spread
     replayed: bool = False  # the backward pass has only what the layer itself keeps
     batch: int = 1  # sequences, of which only the number of messages depends: bytes are of one
+    computed: int | None = None  # bytes per element of gradients as a kernel gives them, before sums; None: `wide`
 
     @property
     def queries(self) -> int:

@@ -154,7 +154,10 @@ def _costs(load: AttentionLoad) -> MethodCosts:
     # operands are sent before any is waited for: as messages to the other ranks, and from them.
     repeats, leaving = _repeats(load.key_heads, load.ranks), 1 - 1 / load.ranks
     queries, repeated = load.queries * load.itemsize, load.tokens * load.keys_per_token * repeats
-    forward, gradients = 2 * queries + repeated * load.itemsize, (load.queries + repeated) * load.wide
+    forward, gradients = (
+        2 * queries + repeated * load.itemsize,
+        (load.queries + repeated) * (load.computed or load.wide),
+    )
     hidden = 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens, load.nodes)
     if load.replayed or repeats > 1:
         operands = forward + queries
