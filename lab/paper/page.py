@@ -90,12 +90,28 @@ def _ours(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
         found = [row[column] for row in _those(rows, where)]
         middle = sum(found) / len(found)
         return f"{middle:.3f} ({min(found):.3f} to {max(found):.3f}, {len(found)} {value['mean_over']})"
+    if "across" in value:
+        return _series(rows, value)
     found = _only(rows, where)[column]
     own = f"{number(found)} {unit}".strip()
     if "over" not in value:
         return own
     other = _only(rows, {**where, **value["over"]})[column]
     return f"{found / other:.3f} ({own} / {number(other)})"
+
+
+def _series(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
+    # Values of several rows, which `across` tells apart, less those of other rows, in a unit of their own.
+    across, column, where = value["across"], value["column"], value["where"]
+    found = {row[across]: row[column] for row in _those(rows, where)}
+    if "less" in value:
+        others = {row[across]: row[column] for row in _those(rows, {**where, **value["less"]})}
+        found = {key: one - others[key] for key, one in found.items()}
+    if "over" in value:
+        others = {row[across]: row[column] for row in _those(rows, {**where, **value["over"]})}
+        found = {key: one / others[key] for key, one in found.items()}
+    texts = (number(one / value.get("per", 1)) for one in found.values())
+    return f"{', '.join(texts)} {value['unit']}".strip() + f" ({', '.join(map(str, found))} {across})"
 
 
 def _those(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> list[Mapping[str, Any]]:
