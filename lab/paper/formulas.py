@@ -64,3 +64,13 @@ def steps_of_256_gpus_32k() -> str:
 def steps_of_8_gpus_16k() -> str:
     """The same on one node of 8."""
     return _planned(8, 16_384)
+
+
+def traffic_of_scans() -> str:
+    """What a layer's two scans read and write more than `dp`, 16 heads of 64 × 128, at the planner's rate of an H100.
+
+    In each direction the own state is read, the incoming one written, and the one that leaves written.
+    """
+    state = 16 * 64 * 128 * 4
+    seconds = 6 * state / ours.gla_1b("h100", 8, 16_384, ours.ALPHA).machine.bandwidth
+    return f"{6 * state / 1e6:.2f} MB, {1e6 * seconds:.1f} µs"

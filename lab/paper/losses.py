@@ -4,7 +4,8 @@ Date: 2026-11-27, two seeds; models of 0.9M parameters on 2 CPU ranks, which oth
 Answer: lab/results/paper_modules_2cpu.json and paper_unmasked_2cpu.json, docs/papers.md. So few steps of such models
     say that all rows train; they do not order the modules.
 
-`modules`   softmax attention with Ring, then six modules, pure and with softmax in one layer of four, by LASP-2
+`modules`   softmax attention with Ring, then six modules, pure and with softmax in one layer of four, by LASP-2; Based
+            with a sliding window in every second layer
 `unmasked`  models of masked tokens: softmax attention with Ring, and basic linear attention by LASP-2
 
 `tiny` is two ranks on CPUs. `llama3_1b` is the shape of LASP-2's Linear-Llama3-1B, 16 layers of width 2,048 with 16
@@ -39,6 +40,7 @@ from zeco_train.tracking.metrics import read_metrics
 MODULES = ("linear", "lightning", "retnet", "gla", "based", "rebased")
 SOFTMAX = ("model.attn.every=1", "sp.attention=ring")
 HYBRID = ("model.attn.every=4", "sp.attention=ring")
+WINDOW = ("model.attn.every=2", "model.attn.window=64", "sp.attention=ring")
 UNMASKED = ("model.causal=false", "task=mlm")
 SIZES = {
     "tiny": "data.seq_len=256 data.global_batch=4 optim.lr=2e-3 parallel=ddp train.device=cpu",
@@ -81,7 +83,9 @@ def rows(table: str) -> list[Row]:
     of_modules = itertools.chain.from_iterable(
         (Row(name, "pure", name), Row(name, "1/4 softmax", name, HYBRID)) for name in MODULES
     )
-    return [Row("softmax", "softmax", "linear", SOFTMAX), *of_modules]
+    # As Based was designed, with a sliding window in place of the whole sequence (configs/experiment/based_1b_window.yaml).
+    window = Row("based", "1/2 window of 64", "based", WINDOW)
+    return [Row("softmax", "softmax", "linear", SOFTMAX), *of_modules, window]
 
 
 def measure(row: Row, size: str, seed: int, steps: int, ranks: int) -> dict[str, Any]:

@@ -31,6 +31,8 @@ differ. *Measured* names the machine and the commit, and links the stored result
 without a value says which machine, or which command, it still needs. Written by `python -m lab.paper.page` from
 `lab/paper/tables.toml` and the stored results; a test writes it again and compares.
 """
+# Of the rows that a column tells apart.
+UNITS = {"ranks": "ranks", "size": "MiB"}
 HEADINGS = ["what", "the paper", "here", "how"]
 
 
@@ -103,7 +105,7 @@ def _ours(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
 def _series(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
     # Values of several rows, which `across` tells apart, less those of other rows, in a unit of their own.
     across, column, where = value["across"], value["column"], value["where"]
-    found = {row[across]: row[column] for row in _those(rows, where)}
+    found = {row[across]: row[column] for row in _those(rows, where) if column in row}
     if "less" in value:
         others = {row[across]: row[column] for row in _those(rows, {**where, **value["less"]})}
         found = {key: one - others[key] for key, one in found.items()}
@@ -111,7 +113,8 @@ def _series(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
         others = {row[across]: row[column] for row in _those(rows, {**where, **value["over"]})}
         found = {key: one / others[key] for key, one in found.items()}
     texts = (number(one / value.get("per", 1)) for one in found.values())
-    return f"{', '.join(texts)} {value['unit']}".strip() + f" ({', '.join(map(str, found))} {across})"
+    places = ", ".join(f"{place:g}" for place in found)
+    return f"{', '.join(texts)} {value['unit']}".strip() + f" ({places} {UNITS[across]})"
 
 
 def _those(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> list[Mapping[str, Any]]:
