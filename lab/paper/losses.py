@@ -83,7 +83,7 @@ def rows(table: str) -> list[Row]:
     of_modules = itertools.chain.from_iterable(
         (Row(name, "pure", name), Row(name, "1/4 softmax", name, HYBRID)) for name in MODULES
     )
-    # As Based was designed, with a sliding window in place of the whole sequence (configs/experiment/based_1b_window.yaml).
+    # As Based was designed, with a sliding window beside it: configs/experiment/based_1b_window.yaml.
     window = Row("based", "1/2 window of 64", "based", WINDOW)
     return [Row("softmax", "softmax", "linear", SOFTMAX), *of_modules, window]
 

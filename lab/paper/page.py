@@ -73,7 +73,7 @@ def _line(
     used[name] = None
     result = load(name)
     where = f"{machine_of(result)}, {commits.get(name) or commit_of(result)}"
-    how = f"measured: {where}, [{name}](../lab/results/{name}.json)"
+    how = f"{row.get('kind', 'measured')}: {where}, [{name}](../lab/results/{name}.json)"
     return [what, theirs, _ours(result["rows"], value), how]
 
 
@@ -89,9 +89,9 @@ def _theirs(value: str | Mapping[str, Any]) -> str:
 def _ours(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
     column, where, unit = value["column"], value["where"], value.get("unit", "")
     if "mean_over" in value:
-        found = [row[column] for row in _those(rows, where)]
-        middle = sum(found) / len(found)
-        return f"{middle:.3f} ({min(found):.3f} to {max(found):.3f}, {len(found)} {value['mean_over']})"
+        several = [row[column] for row in _those(rows, where)]
+        middle = sum(several) / len(several)
+        return f"{middle:.3f} ({min(several):.3f} to {max(several):.3f}, {len(several)} {value['mean_over']})"
     if "across" in value:
         return _series(rows, value)
     found = _only(rows, where)[column]

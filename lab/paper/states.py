@@ -71,6 +71,12 @@ def seconds(leaves: Sequence[Tensor], position: SequencePosition, runs: int) -> 
     return min(times[1:]), statistics.median(times[1:])
 
 
+def gradients(leaves: Sequence[Tensor], position: SequencePosition) -> list[Tensor]:
+    """Of the sum of the outputs, in fp64."""
+    o, _ = mix("gla", leaves, position)
+    return [grad.double() for grad in torch.autograd.grad(o.sum(), leaves)]
+
+
 def _settle() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -102,10 +108,13 @@ def main(arguments: Sequence[str]) -> int:
     leaves = operands(options.tokens, dtype, device)
     position = SequencePosition((0, options.tokens), exchange=local_exchange())
     rows: list[dict[str, Any]] = []
+    expected = gradients(leaves, position)
     for name, switch in SWITCHES.items():
         with switch():
             fastest, median = seconds(leaves, position, options.runs)
             row = {"states": name, "tokens": options.tokens, "fastest_ms": 1e3 * fastest, "median_ms": 1e3 * median}
+            pairs = zip(gradients(leaves, position), expected, strict=True)
+            row["difference"] = max(((found - one).norm() / one.norm()).item() for found, one in pairs)
             rows.append(row | {"saved_mb": saved_bytes(leaves, position) / 1e6})
             rows.append({"states": name, "kernel_tokens": 16_384, "kernel_saved_mb": promised_bytes(16_384) / 1e6})
     command = f"python -m lab.paper.states --tokens {options.tokens} --runs {options.runs}"
