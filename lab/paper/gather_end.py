@@ -1,5 +1,5 @@
 """Question: how many tokens can keys and values be gathered of, until memory ends? (ZeCO, Figure 3: 128 GPUs run out)
-Command: torchrun --nproc-per-node 2 -m lab.paper.gather_end [LIMIT_GB] > FILE
+Command: torchrun --nproc-per-node 2 -m lab.paper.gather_end [GB] > FILE
 Date: not run on GPUs yet; on CPUs with a limit in place of the memory
 Answer: computed by the planner's formula in docs/papers.md (`lab/paper/formulas.py:gather_of_keys`).
 
@@ -11,6 +11,7 @@ keeps beside them their gradients in fp32, as the backward pass does. Out of mem
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from zeco_train.collectives.wire import Wire
 from zeco_train.sp.attention.all_gather import AllGather
+from zeco_train.system.command import Parser, docstring
 
 HEADS, DIM = 32, 128
 _LONGEST = 1 << 24
@@ -79,4 +81,6 @@ def main(limit: float) -> None:
 
 
 if __name__ == "__main__":
-    main(1e9 * float(sys.argv[1]) if len(sys.argv) > 1 else float("inf"))
+    parser = Parser(prog="python -m lab.paper.gather_end", description=docstring(sys.modules[__name__]))
+    parser.add_argument("limit", type=float, nargs="?", default=math.inf, help="GB of a rank; default: its memory")
+    main(1e9 * parser.parse_args().limit)

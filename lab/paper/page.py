@@ -21,6 +21,7 @@ from lab.paper import formulas
 from lab.paper.store import RESULTS
 from models.mixer_registry import MIXERS
 from zeco_train.bench.figures import reference
+from zeco_train.system.command import Parser, docstring
 from zeco_train.system.terminal import markdown_table
 
 ROWS = Path(__file__).with_name("tables.toml")
@@ -173,4 +174,5 @@ COMPUTED: dict[str, Callable[[], str]] = {
 
 
 if __name__ == "__main__":
+    Parser(prog="python -m lab.paper.page", description=docstring(sys.modules[__name__])).parse_args()
     sys.stdout.write(page())

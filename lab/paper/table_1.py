@@ -67,11 +67,12 @@ class Counter(TorchDispatchMode):
         self.flops = self.multiplications = 0
         # A dispatcher does not look into them.
         zeco = torch.ops.zeco
-        self._inside = {zeco.mix.default: mix._mix, zeco.mix_backward.default: mix._mix_backward}
-        self._inside |= {
-            zeco.attend.default: attend._attend._init_fn,
-            zeco.attend_backward.default: attend._attend_backward._init_fn,
+        self._inside: dict[Any, Callable[..., Any]] = {
+            zeco.mix.default: mix._mix,
+            zeco.mix_backward.default: mix._mix_backward,
         }
+        self._inside[zeco.attend.default] = attend._attend._init_fn
+        self._inside[zeco.attend_backward.default] = attend._attend_backward._init_fn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (inside := self._inside.get(func)) is not None:

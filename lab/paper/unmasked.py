@@ -41,7 +41,7 @@ class UnmaskedRing(ShardedAttention):
         self.connect(q)
         block, found = torch.stack([k, v]), None
         for step in range(self.wire.size):
-            part = attend(q, *block.unbind(), _reads_all(q, k), 0, scale)
+            part = attend(q, block[0], block[1], _reads_all(q, k), 0, scale)
             found = part if found is None else Attended.merged(found, part)
             block = self._next(block) if step + 1 < self.wire.size else block
         assert found is not None
@@ -55,7 +55,7 @@ class UnmaskedRing(ShardedAttention):
         block, dq = torch.stack([k, v]), torch.zeros(q.shape, dtype=wide, device=q.device)
         grads = torch.zeros(block.shape, dtype=wide, device=q.device)
         for step in range(self.wire.size):
-            dqp, *of_keys = attend_backward(do, q, *block.unbind(), attended, _reads_all(q, k), 0, scale)
+            dqp, *of_keys = attend_backward(do, q, block[0], block[1], attended, _reads_all(q, k), 0, scale)
             dq += dqp
             grads += torch.stack(of_keys)
             grads, block = self._next(grads), self._next(block) if step + 1 < self.wire.size else block
