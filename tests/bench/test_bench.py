@@ -68,6 +68,9 @@ def test_settings_are_yaml_values() -> None:
     paper = backend_variant("zeco:chain:symmetric:paper").sp_config(32 * 64 * 128)
     assert (paper.backend, paper.all_scan.num_blocks) == (Backend.zeco, 16)
     assert (paper.all_scan.algorithm, paper.all_scan.transport) == (AllScanAlgorithm.chain, AllScanTransport.symmetric)
+    whole, parts, more = (repr(backend_variant(f"lasp2{of}").sp_config(1)) for of in ("", ":3", ":64"))
+    # `Session.exchange` tells exchanges apart by it.
+    assert len({whole, parts, more}) == 3
 
 
 _ZECO = ", ".join(SHARING)
@@ -83,6 +86,7 @@ _ZECO = ", ".join(SHARING)
         ("collectives runs=0", "runs=0: must be ≥ 1"),
         ("collectives budget_seconds=.inf", "budget_seconds=.inf: must be a number"),
         ("collectives variants=[dp]", f"variants=dp: must be one of all_gather, all_reduce, {_ZECO}"),
+        ("collectives variants=[lasp2:0]", "variants=lasp2:0: must be one of all_gather, all_reduce"),
         ("collectives variants=[zeco:tree]", "variants=zeco:tree: tree must be one of auto, chain, two_shot"),
         ("operator variants=[zeco:chain:p2p:0]", "sp.all_scan.blocks=0: must be ≥ 1"),
         ("operator dims=[64,128]", "dims=[64,128]: must be a list [a list [a whole number, …], …]"),

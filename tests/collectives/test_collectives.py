@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.collectives import ScanWorker
+from zeco_train.collectives.all_gather import ALL_GATHER
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.errors import CommunicationError
 from zeco_train.ops.seam import LaunchedScan, ScanRequest
@@ -26,12 +27,12 @@ pytestmark = pytest.mark.numeric
 
 TIMEOUT = timedelta(seconds=60)
 BLOCKS = (1, 2, 3, 7, 100)
-# All registered scans; those that send states in blocks, with several numbers of blocks.
-VARIANTS = tuple(
+# All registered scans; those that send states in blocks, or gather them in parts, with several numbers of them.
+VARIANTS = *(
     variant
     for name, scan in SCANS.items()
     for variant in ([f"{name}/{blocks}" for blocks in BLOCKS] if scan.best_blocks else [name])
-)
+), f"{ALL_GATHER.name}/3", f"{ALL_GATHER.name}/100"  # fmt: skip
 FAMILIES = tuple(f"{name}/2" if scan.best_blocks else name for name, scan in SCANS.items())
 # Asynchronous ones, of which several can be in flight.
 LAUNCHED = tuple(variant for variant in FAMILIES if not SCANS[variant.partition("/")[0]].in_series)

@@ -24,6 +24,7 @@ from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator import Target, assume
 from zeco_train.ops.operator_registry import OPERATORS
+from zeco_train.ops.passes import keeping_states
 from zeco_train.ops.scalar_decay.kernels.launch import ScalarDecayTuning
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
@@ -205,6 +206,10 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, floa
     found = {}
     for name in names:
         found |= wrong(name, SMALL[name], torch.float32, CPU)
+        if name in KEEPING:
+            with keeping_states():
+                kept = wrong(name, SMALL[name], torch.float32, CPU)
+            found |= {f"{key}, states kept": error for key, error in kept.items()}
         # In the first case the interpreter checks the arithmetic of addresses.
         interpreter.skip_overflow_checks()
     for name in {*IN_BF16} & {*names}:
@@ -213,6 +218,7 @@ def _interpreted(rank: int, world_size: int, names: list[str]) -> dict[str, floa
     return found
 
 
+KEEPING = ("gla, segments and documents", "gla, odd sizes")
 OTHERS = [name for name in SMALL if name not in (*itertools.chain(*QUICK.values()), *SLOW)]
 
 

@@ -35,6 +35,7 @@ from zeco_train.ops.chunks import chunk_size
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator import WIDE, Kind
 from zeco_train.ops.operator_registry import OPERATORS
+from zeco_train.ops.passes import keeping_states
 from zeco_train.ops.position import SequencePosition, find_doc_ids
 from zeco_train.ops.scalar_decay.chunked import decay_matrix
 from zeco_train.sp.exchange import local_exchange
@@ -101,6 +102,20 @@ def test_chunk_is_smallest_size_that_fits_up_to_64(tokens: int, chunk: int) -> N
 @pytest.mark.parametrize("decay", DECAYS[:5])
 def test_one_rank_equals_recurrence(name: str, tokens: int, decay: str) -> None:
     check(name, make(name, tokens, decay), [0, tokens])
+
+
+@pytest.mark.parametrize(("edges", "starts"), [((0, 1), None), ((0, 130), (0, 64, 70)), ((0, 64, 65, 66, 130), None)])
+def test_kept_states_give_the_same_gradients(edges: Sequence[int], starts: Sequence[int] | None) -> None:
+    """Chunk states of gla, kept in place of those computed again, over up to four ranks; a second time, too."""
+    with keeping_states():
+        check("gla", make("gla", edges[-1], B=1), edges, starts)
+        leaves = [x.clone().requires_grad_() for x in operands_of("gla", make("gla", 130)).values()]
+        o, _ = mix("gla", leaves, SequencePosition((0, 130), exchange=local_exchange()))
+    first, second = (torch.autograd.grad(o.sum(), leaves, retain_graph=True) for _ in range(2))
+    o, _ = mix("gla", leaves, SequencePosition((0, 130), exchange=local_exchange()))
+    for kept, again, found in zip(first, second, torch.autograd.grad(o.sum(), leaves), strict=True):
+        assert torch.equal(kept, again)
+        assert (kept - found).abs().max() <= TOLERANCE
 
 
 def test_decays_of_the_eleventh_chunk_are_its_own() -> None:

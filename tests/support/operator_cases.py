@@ -146,7 +146,7 @@ def sharded(
         for a, b in itertools.pairwise(edges)
     ]
     passes, scale = operator.select(shards[0][0]), operator.scale_of(shards[0][0], None)
-    state, received, transitions, o = values["carry_in"], [], [], []
+    state, received, transitions, o, saved = values["carry_in"], [], [], [], []
     for operands, _, doc_ids in shards:
         forward = passes.forward(operands, scale, doc_ids)
         own, transition = forward.state.clone(), forward.transition.clone()
@@ -156,6 +156,7 @@ def sharded(
         assert (*transition.shape,) == operator.transition_shape(operands)
         forward.overlap()
         o.append(forward.outputs(state))
+        saved.append(forward.saved)
         # A scan may still read them.
         assert torch.equal(forward.state, own)
         assert torch.equal(forward.transition, transition)
@@ -163,8 +164,9 @@ def sharded(
         transitions.append(transition if is_matrix else torch.diag_embed(transition.exp()))
         state = transitions[-1] @ state + own
     grad, grads = values["dcarry_out"], []
-    for (operands, do, doc_ids), incoming, transition in reversed([*zip(shards, received, transitions, strict=True)]):
-        backward = passes.backward(operands, do, (), incoming, scale, doc_ids)
+    kept = zip(shards, saved, received, transitions, strict=True)
+    for (operands, do, doc_ids), of_forward, incoming, transition in reversed([*kept]):
+        backward = passes.backward(operands, do, of_forward, incoming, scale, doc_ids)
         own = backward.state_grad.clone()
         backward.overlap()
         grads.append(backward.operand_grads(grad))

@@ -2,6 +2,7 @@
 
 all_gather, all_reduce          of the states, by `torch.distributed`: the baselines
 lasp1, lasp2, …                 the scans of these backends
+lasp2:PARTS                     its all-gather in so many parts (LASP-2, Table 5)
 zeco[:ALGORITHM[:TRANSPORT[:BLOCKS]]]   All-Scan, with the settings of `sp.all_scan`; BLOCKS also `paper`, which cuts
                                 a state into pieces of 16,384 elements, as the ZeCO paper does
 dp[:no_optimizer]               each rank its own sequence, nothing crosses ranks; of a model: without norm and update
@@ -15,13 +16,14 @@ fla[:no_optimizer][:compile]    of its model: forward and backward alone, with b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeco_train.collectives import PendingScan
+from zeco_train.collectives.all_gather import ALL_GATHER
 from zeco_train.collectives.one_kernel import PAPER_BLOCK
 from zeco_train.collectives.scan_registry import ALL_SCANS
 from zeco_train.errors import ConfigError
@@ -30,7 +32,8 @@ from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.seam import AttentionMethod, Exchange, ScanRequest, StateScan
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
-from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
+from zeco_train.sp.all_scan_config import MOST_BLOCKS, AllScanAlgorithm, AllScanConfig, AllScanTransport
+from zeco_train.sp.backend import BackendSpec, SpecScan
 from zeco_train.sp.backend_registry import BACKENDS, SHARING, Backend, SPConfig
 
 NO_OPTIMIZER, PRODUCTS, FLA_CP = "no_optimizer", "products", "fla_cp"
@@ -43,7 +46,7 @@ class Variant:
     """What a benchmark compares; see `parse_variants` for the user's notation.
 
     Attributes:
-        algorithm, transport, blocks: of `zeco`, as in `sp.all_scan`; blocks also `paper`.
+        algorithm, transport, blocks: of `zeco`, as in `sp.all_scan`; blocks also `paper`, and of `lasp2` its parts.
         updates: a step of a model includes norm and update.
         compiled: the blocks of the peer's model are.
     """
@@ -85,12 +88,24 @@ class Variant:
 
     def sp_config(self, state_elements: int) -> SPConfig:
         """The backend's settings, for states of this many elements; `ConfigError` if they do not go together."""
+        if self.kind == "lasp2" and self.blocks != "auto":
+            return _InParts(Backend[self.kind], parts=int(self.blocks))
         if self.kind != "zeco":
             return SPConfig(Backend[self.kind])
         blocks = str(max(1, state_elements // PAPER_BLOCK)) if self.blocks == "paper" else self.blocks
         config = AllScanConfig(self.algorithm, self.transport, blocks)
         config.validate()
         return SPConfig(Backend[self.kind], all_scan=config)
+
+
+@dataclass
+class _InParts(SPConfig):
+    # LASP-2 with its all-gather in several parts, which only benchmarks compare.
+    parts: int = 1
+
+    @property
+    def spec(self) -> BackendSpec:
+        return replace(super().spec, build=lambda workers, _: SpecScan(workers, ALL_GATHER, self.parts))
 
 
 ANCHORS = ("all_gather", "all_reduce")
@@ -123,17 +138,20 @@ def parse_variants(names: Sequence[str], *kinds: str, of_model: bool = False) ->
     """
     if not names or len(set(names)) < len(names):
         raise ConfigError("variants", list(names), f"must be a list of different ones of {', '.join(kinds)}")
-    allowed = f"must be one of {', '.join(kinds)}; zeco takes :ALGORITHM:TRANSPORT:BLOCKS"
+    allowed = f"must be one of {', '.join(kinds)}; zeco takes :ALGORITHM:TRANSPORT:BLOCKS, lasp2 :PARTS"
     settings = _OF_MODELS if of_model else {}
     allowed += "".join(f", {kind} takes :{' and :'.join(legal)}" for kind, legal in settings.items())
     found = []
     for name in names:
         kind, *given = name.split(":")
-        taken = kind == "zeco" or (len(set(given)) == len(given) and {*given} <= {*settings.get(kind, ())})
+        in_parts = kind == "lasp2" and len(given) == 1 and given[0].isdecimal() and 1 <= int(given[0]) <= MOST_BLOCKS
+        taken = kind == "zeco" or in_parts or (len(set(given)) == len(given) and {*given} <= {*settings.get(kind, ())})
         if kind not in kinds or not taken:
             raise ConfigError("variants", name, allowed)
         if kind == "zeco":
             found.append(_all_scan(name, given))
+        elif in_parts:
+            found.append(Variant(name, kind, blocks=given[0]))
         else:
             found.append(Variant(name, kind, updates=NO_OPTIMIZER not in given, compiled="compile" in given))
     return found

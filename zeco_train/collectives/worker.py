@@ -326,8 +326,8 @@ class ScanSpec:
     line: str | tuple[int, tuple[int, ...]] = "-"  # matplotlib line style
 
     def over(self, worker: ScanWorker, blocks: int | None = None) -> Callable[[ScanRequest], LaunchedScan]:
-        """`launch` over a worker; `blocks` applies if states are sent in blocks."""
-        options = {} if self.best_blocks is None else {"blocks": blocks or 1}
+        """`launch` over a worker; `blocks` applies if states are sent in blocks, or if the scan takes it at all."""
+        options = {} if self.best_blocks is None and blocks is None else {"blocks": blocks or 1}
         return partial(self.launch, worker=worker, **options)
 
     def runs_on(self, link: Link, load: Load) -> bool:

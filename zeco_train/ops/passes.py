@@ -9,7 +9,8 @@ pass and is used once, in this order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from typing import NamedTuple, Protocol, cast
 
@@ -128,6 +129,28 @@ class Passes(NamedTuple):
     # each of the shape and dtype of the operand.
     replaced: tuple[int, ...] = ()
     needs_incoming: bool = True  # the backward pass takes R
+
+
+_keeping = False
+
+
+@contextmanager
+def keeping_states() -> Iterator[None]:
+    """Keep the true states at chunks for the backward pass, which else recomputes them: gla's forward passes in here.
+
+    An ablation of the paper's Algorithm 3 (`lab/paper/states.py`): equal gradients, a state a chunk more memory.
+    """
+    global _keeping
+    before, _keeping = _keeping, True
+    try:
+        yield
+    finally:
+        _keeping = before
+
+
+def keeps_states() -> bool:
+    """Whether a forward pass is to keep them."""
+    return _keeping
 
 
 def check_state(state: Tensor, name: str, shape: torch.Size) -> None:

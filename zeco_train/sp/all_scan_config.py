@@ -13,7 +13,7 @@ from zeco_train.errors import ConfigError
 _BY_NAME = {scan.name: scan for scan in ALL_SCANS}
 # Those whose states are sent in blocks.
 IN_BLOCKS = " or ".join(scan.name for scan in ALL_SCANS if scan.best_blocks)
-_MAX_BLOCKS = 1 << 20
+MOST_BLOCKS = 1 << 20
 
 
 class AllScanAlgorithm(Enum):
@@ -97,6 +97,6 @@ class AllScanConfig:
         text = str(self.blocks)
         if text == "auto":
             return None
-        if not text.isdecimal() or not 1 <= int(text) <= _MAX_BLOCKS:
-            raise ConfigError("sp.all_scan.blocks", text, f"must be ≥ 1 and ≤ {_MAX_BLOCKS}, or auto")
+        if not text.isdecimal() or not 1 <= int(text) <= MOST_BLOCKS:
+            raise ConfigError("sp.all_scan.blocks", text, f"must be ≥ 1 and ≤ {MOST_BLOCKS}, or auto")
         return int(text)

@@ -100,14 +100,14 @@ class ScanBackend(ABC):
 
 
 class SpecScan(ScanBackend):
-    """A backend with a single algorithm."""
+    """A backend with a single algorithm; `blocks` as of `ScanSpec.over`."""
 
-    def __init__(self, workers: tuple[ScanWorker, ...], scan: ScanSpec) -> None:
+    def __init__(self, workers: tuple[ScanWorker, ...], scan: ScanSpec, blocks: int | None = None) -> None:
         super().__init__(workers)
-        self._scan = scan
+        self._scan, self._blocks = scan, blocks
 
     def launcher_for(self, request: ScanRequest) -> Launcher:
-        return Launcher(self._scan.over(self.worker(request)), self._scan)
+        return Launcher(self._scan.over(self.worker(request), self._blocks), self._scan)
 
 
 class LocalScan(ScanBackend):

@@ -30,12 +30,13 @@ from zeco_train.ops.chunks import (
     chunk_decays,
     chunk_decays_from_start,
     chunk_log_decays,
+    chunk_size,
     matrices,
     to_chunks,
     to_tokens,
 )
 from zeco_train.ops.pairs import own_scores, pair_grads, pair_scores
-from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state, keeps_states
 from zeco_train.ops.position import find_restarts
 
 
@@ -138,6 +139,7 @@ class _GlaForward(ForwardBase):
         check_state(incoming_state, "incoming_state", self.state.shape)
         chunk_states = self._states
         states = chunk_states.boundaries.take_corrected(incoming_state)
+        self.saved = (states,) if keeps_states() else ()
         queries = chunk_states.decays.from_start * to_chunks(self._q, states.dtype)
         o = torch.bmm(matrices(self._scores), chunk_states.values)
         o.baddbmm_(matrices(queries), matrices(states[:-1]), alpha=self.scale)
@@ -151,7 +153,13 @@ class _GlaBackward(BackwardBase):
         self.state_grad = self._grads.state_grad
 
     def overlap(self) -> None:
-        self._states = local_states(self._k, self._v, self._g, self.doc_ids)
+        if self.saved:
+            dtype = accumulation_dtype(self._v.dtype)
+            self._decays = chunk_decays(self._g, self.doc_ids, dtype)
+            self._values = matrices(to_chunks(self._v, dtype))
+        else:
+            self._states = local_states(self._k, self._v, self._g, self.doc_ids)
+            self._decays, self._values = self._states.decays, self._states.values
         self._intra = intra_grads(self._q, self._k, self._v, self._g, self.do, self.doc_ids, self.scale)
 
     # From the true states and their true gradients, which overwrite those of the chunks:
@@ -162,21 +170,21 @@ class _GlaBackward(BackwardBase):
     #
     # dg is a difference of sums: its rounding errors are relative to q ⊙ dq, however small the decays make dg itself.
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
-        chunk_states, chunk_grads, scale = self._states, self._grads, self.scale
-        check_state(self.received, "incoming_state", chunk_states.state.shape)
-        check_state(incoming_grad, "incoming_grad", chunk_states.state.shape)
-        states = chunk_states.boundaries.take_corrected(self.received)
+        chunk_grads, scale = self._grads, self.scale
+        check_state(self.received, "incoming_state", chunk_grads.state_grad.shape)
+        check_state(incoming_grad, "incoming_grad", chunk_grads.state_grad.shape)
+        states = self.saved[0] if self.saved else self._states.boundaries.take_corrected(self.received)
         grads = chunk_grads.boundaries.take_corrected(incoming_grad)
         queries, keys = to_chunks(self._q, states.dtype), to_chunks(self._k, states.dtype)
-        dq, dk, dv, decays = *self._intra, chunk_states.decays
+        dq, dk, dv, decays = *self._intra, self._decays
         seen = torch.bmm(chunk_grads.output_grads, matrices(states[:-1]).mT).view(dq.shape)
         dq.addcmul_(seen, decays.from_start, value=scale)
-        reached = torch.bmm(chunk_states.values, matrices(grads[1:]).mT).view(dk.shape)
+        reached = torch.bmm(self._values, matrices(grads[1:]).mT).view(dk.shape)
         dk.addcmul_(reached, decays.to_end)
         dv.view(-1, *dv.shape[-2:]).baddbmm_(matrices(decays.to_end * keys), matrices(grads[1:]))
         token_terms = dq.mul(queries).addcmul_(keys, dk, value=-1.0)
-        # The last use of both: they are the largest tensors here, so the product overwrites one.
-        boundary_terms = states[1:].mul_(grads[1:]).sum(-1)
+        # The last use of both: they are the largest tensors here, so the product overwrites the one that is never kept.
+        boundary_terms = grads[1:].mul_(states[1:]).sum(-1)
         # The boundary term has the effect of the tokens after the chunk, on this rank and on later ones; without it dg
         # is wrong on every rank but the last. It enters at the chunk's last token, and the sum over later tokens, which
         # ends before a restart, hands it to all of them.
@@ -190,4 +198,13 @@ class _GlaBackward(BackwardBase):
         return dq, dk, dv, dg
 
 
-CHUNKED = Passes(_GlaForward, _GlaBackward)
+def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if not keeps_states():
+        return ()
+    _, k, v, _ = operands
+    boundaries = -(-k.shape[1] // chunk_size(k.shape[1])) + 1
+    shape = boundaries, k.shape[0], k.shape[2], k.shape[3], v.shape[3]
+    return (v.new_empty(shape, dtype=accumulation_dtype(v.dtype)),)
+
+
+CHUNKED = Passes(_GlaForward, _GlaBackward, _saved_like)

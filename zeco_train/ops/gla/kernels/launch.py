@@ -28,7 +28,7 @@ from zeco_train.ops.gla.kernels.intra import scores_kernel
 from zeco_train.ops.gla.kernels.states import correct_starts_kernel, join_segments_kernel, operands_kernel, walk_kernel
 from zeco_train.ops.kept import KeptOptions, Key, TileOptions
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
-from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state, keeps_states
 
 # Largest K. A walk that computes outputs holds all K rows of its columns of the state.
 LARGEST_HEAD_DIM = 512
@@ -337,8 +337,10 @@ class _GlaKernelForward(ForwardBase):
     def outputs(self, incoming_state: Tensor) -> Tensor:
         self._launcher.correct(self._segments, incoming_state, "incoming_state")
         # Not g too: in fp32 it is as large as bf16 q and k together. True states serve in place of R.
-        self.saved = self._b, *self._operands, self._scores, self._segments.starts
-        return self._launcher.outputs(self._operands, self._v, self._scores, self._segments)
+        kept = (self._launcher.new_states(),) if keeps_states() else ()
+        self.saved = self._b, *self._operands, self._scores, self._segments.starts, *kept
+        states = kept[0] if kept else None
+        return self._launcher.outputs(self._operands, self._v, self._scores, self._segments, states=states)
 
 
 class GlaKernelBackward(BackwardBase):
@@ -348,14 +350,16 @@ class GlaKernelBackward(BackwardBase):
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
         q, k, v, self._b = operands
         self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, self.do))
-        *found, self._scores, self._starts = self.saved
-        self._operands = WalkOperands(*found)
+        count = len(WalkOperands._fields)
+        self._operands = WalkOperands(*self.saved[:count])
+        self._scores, self._starts, *self._kept = self.saved[count:]
         self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
         self._segments = self._launcher.segments(self._operands, self._do, reverse=True)
         self.state_grad = self._segments.state
 
     def overlap(self) -> None:
-        self._states = self._launcher.states(self._operands, self._v, replace(self._segments, starts=self._starts))
+        segments = replace(self._segments, starts=self._starts)
+        self._states = self._kept[0] if self._kept else self._launcher.states(self._operands, self._v, segments)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
@@ -373,7 +377,8 @@ def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     launcher = GlaKernels(k, v, None, 1.0, options_for(k))
     b = torch.empty_like(g, memory_format=torch.contiguous_format)
     starts = k.new_empty(launcher.starts_shape, dtype=torch.float32)
-    return b, *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts
+    kept = (launcher.new_states(),) if keeps_states() else ()
+    return b, *launcher.operands_like(k), k.new_empty(launcher.scores_shape), starts, *kept
 
 
 CUDA = with_padded_heads(Passes(_GlaKernelForward, GlaKernelBackward, _saved_like, replaced=(3,), needs_incoming=False))

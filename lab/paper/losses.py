@@ -1,0 +1,148 @@
+"""Question: how well, and how fast, do the modules of LASP-2's Tables 2 and 3 learn after equal steps?
+Command: python -m lab.paper.losses modules|unmasked [--size llama3_1b] [--steps N] [--out FILE]
+Date: 2026-11-27, two seeds; models of 0.9M parameters on 2 CPU ranks, which others used, too
+Answer: lab/results/paper_modules_2cpu.json and paper_unmasked_2cpu.json, docs/papers.md. So few steps of such models
+    say that all rows train; they do not order the modules.
+
+`modules`   softmax attention with Ring, then six modules, pure and with softmax in one layer of four, by LASP-2; Based
+            with a sliding window in every second layer
+`unmasked`  models of masked tokens: softmax attention with Ring, and basic linear attention by LASP-2
+
+`tiny` is two ranks on CPUs. `llama3_1b` is the shape of LASP-2's Linear-Llama3-1B, 16 layers of width 2,048 with 16
+heads, on the GPUs of this machine (at least 2), in bf16. Rows that are in FILE already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab import forked_ranks
+from lab.paper import store
+from lab.paper.unmasked import unmasked_softmax
+from zeco_train import cli
+from zeco_train.system.command import Parser, docstring
+from zeco_train.system.files import METRICS_FILE
+from zeco_train.tracking.metrics import read_metrics
+
+MODULES = ("linear", "lightning", "retnet", "gla", "based", "rebased")
+SOFTMAX = ("model.attn.every=1", "sp.attention=ring")
+HYBRID = ("model.attn.every=4", "sp.attention=ring")
+WINDOW = ("model.attn.every=2", "model.attn.window=64", "sp.attention=ring")
+UNMASKED = ("model.causal=false", "task=mlm")
+SIZES = {
+    "tiny": "data.seq_len=256 data.global_batch=4 optim.lr=2e-3 parallel=ddp train.device=cpu",
+    "llama3_1b": """
+        model.hidden_size=2048 model.num_layers=16 model.num_heads=16 model.intermediate_size=8192 parallel=zero2
+        data.seq_len=16384 data.global_batch=2 optim.lr=3e-4 train.dtype=bf16
+    """,
+}
+SHARED = """
+    sp=lasp2 data=embedded sched=constant sched.warmup_steps=10 train.log_every=1 train.eval_every=0
+    train.eval_sequences=32 checkpoint.every=0 name=row
+"""
+# Of a run, at most.
+SECONDS = 1_800.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: a model of `mixer`, with these settings besides."""
+
+    module: str
+    layers: str
+    mixer: str
+    settings: tuple[str, ...] = ()
+
+    def overrides(self, size: str, seed: int, steps: int, folder: Path) -> list[str]:
+        """The settings of its run."""
+        suffix = "tiny" if size == "tiny" else "1b"
+        own = [f"model={self.mixer}_{suffix}", *SHARED.split(), *SIZES[size].split(), *self.settings]
+        return [*own, f"seed={seed}", f"train.steps={steps}", f"run_dir={folder}"]
+
+
+def rows(table: str) -> list[Row]:
+    """The rows of a table, in the paper's order."""
+    if table == "unmasked":
+        return [
+            Row("softmax", "softmax", "linear", (*UNMASKED, *SOFTMAX)),
+            Row("linear", "pure", "linear", UNMASKED),
+        ]
+    of_modules = itertools.chain.from_iterable(
+        (Row(name, "pure", name), Row(name, "1/4 softmax", name, HYBRID)) for name in MODULES
+    )
+    # As Based was designed, with a sliding window beside it: configs/experiment/based_1b_window.yaml.
+    window = Row("based", "1/2 window of 64", "based", WINDOW)
+    return [Row("softmax", "softmax", "linear", SOFTMAX), *of_modules, window]
+
+
+def measure(row: Row, size: str, seed: int, steps: int, ranks: int) -> dict[str, Any]:
+    """Train; the mean loss of the last tenth of the steps, the validation loss, and the median speed of steps."""
+
+    def run(rank: int) -> int:
+        with unmasked_softmax() if "model.causal=false" in row.settings else contextlib.nullcontext():
+            return cli.main(row.overrides(size, seed, steps, folder / "run"))
+
+    with tempfile.TemporaryDirectory(prefix="zeco-losses-") as name:
+        folder = Path(name)
+        started = forked_ranks.start(ranks, run, folder)
+        codes = started.wait(SECONDS)
+        if any(code != 0 for code in codes):
+            raise SystemExit(f"{row}: exit codes {codes}: {started.errors()}")
+        logged = read_metrics(folder / "run" / METRICS_FILE)
+    last = logged[-max(1, steps // 10) :]
+    return {
+        "loss": statistics.fmean(each["loss"] for each in last),
+        "val_loss": next(each["val_loss"] for each in reversed(logged) if each.get("val_loss") is not None),
+        "tokens_per_second": statistics.median(each["tokens_per_second"] for each in logged[1:] or logged),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns the exit code."""
+    parser = Parser(
+        prog="python -m lab.paper.losses",
+        description=docstring(sys.modules[__name__]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("table", choices=("modules", "unmasked"))
+    parser.add_argument("--size", choices=[*SIZES], default="tiny")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--minutes", type=float, default=60.0, help="no further row is begun after these")
+    parser.add_argument("--only", nargs="+", metavar="MODULE", help="default: all")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    ranks = 2 if options.size == "tiny" else torch.cuda.device_count()
+    if ranks < 2:
+        parser.error(f"--size {options.size}: needs at least 2 GPUs, for Ring")
+    out = options.out or store.RESULTS / f"paper_{options.table}_2cpu.json"
+    measured = json.loads(out.read_text())["rows"] if out.exists() else []
+    deadline = time.monotonic() + 60 * options.minutes
+    for seed, row in itertools.product(options.seeds, rows(options.table)):
+        about = {"module": row.module, "layers": row.layers, "seed": seed}
+        wanted = options.only is None or row.module in options.only
+        if not wanted or any(about.items() <= each.items() for each in measured) or time.monotonic() > deadline:
+            continue
+        measured.append(about | measure(row, options.size, seed, options.steps, ranks))
+        print(measured[-1], flush=True)
+        command = f"python -m lab.paper.losses {options.table} --size {options.size} --steps {options.steps}"
+        machine = f"{ranks} CPU ranks" if options.size == "tiny" else store.machine_of(ranks)
+        store.write(out, command, machine, measured, size=options.size, steps=options.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
