@@ -53,6 +53,8 @@ def make(name: str, tokens: int, decay: str = "mixed", **sizes: int) -> dict[str
         "g": lambda x: log_decays(decay, x.shape, generator),
         "log_decay": lambda x: log_decays(decay, x.shape, generator),
         "beta": lambda x: 2 * x.sigmoid(),
+        # Rates of mamba1's decays, at time steps of about 1.
+        "A_log": lambda x: (-log_decays(decay, x.shape, generator)).clamp(min=1e-30).log(),
     }
     found = {}
     for key, dims in operator.dims_of.items():

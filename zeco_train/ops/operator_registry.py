@@ -5,6 +5,7 @@ from __future__ import annotations
 from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.hgrn import HGRN
+from zeco_train.ops.mamba1 import MAMBA1
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.short_conv import SHORT_CONV
 from zeco_train.ops.unmasked import UNMASKED
@@ -19,6 +20,7 @@ OPERATORS = {
     "gated_delta": GATED_DELTA,
     "kda": KDA,
     "hgrn": HGRN,
+    "mamba1": MAMBA1,
 }
 
 # What `verify` and `bench` take unless another is named.
