@@ -81,7 +81,11 @@ def dims_of(name: str, key: str) -> str:
     operator = OPERATORS[name]
     if key in ("o", "do"):
         return operator.dims[operator.output]
-    return "BHKV" if key in (*ENDS[1:], "carry_out", "dcarry_in") else operator.dims_of[key.removeprefix("d")]
+    return (
+        "BHKV"
+        if key in (*ENDS[1:], "carry_out", "dcarry_in")
+        else operator.dims_of[key if key in operator.operands else key[1:]]
+    )
 
 
 def own_tokens(name: str, values: dict[str, Tensor], tokens: slice) -> dict[str, Tensor]:
