@@ -5,13 +5,15 @@ Forward                                                        Backward
   | scan over ranks                                              | scan over ranks; states before each step of tokens
   true states that runs start from; h, o                         true gradients that runs end with; h again, dh, all
 
-A program is one warp with a channel a thread, whose K states it keeps in registers while it walks over a run of tokens
-in steps of `ROWS`: sums over K stay within a thread. Only states of runs are written, and saved for the backward pass;
-which makes those between steps from them while gradients are on their way. dB and dC are sums over channels: a program
-writes those of its own, and they are added up in the order of programs. The kernels also run under the interpreter.
+A program has a few channels and keeps their states, [BC, BK] of K numbers each, in registers while it walks over a run
+of tokens, whose loads are issued `ROWS` at a time. Only states of runs are written, and saved for the backward pass,
+which makes those before every step of `ROWS` tokens from them while gradients are on their way. dB and dC are sums over
+channels: a program writes those of its own, and they are added up in the order of programs. The kernels also run on a
+CPU under Triton's interpreter.
 
-An exponential of each token, channel and state limits each of the four walks, not memory. Tensors over tokens are [B,
-T, H] or [B, T, K], over runs [B, runs, H, K]; all are contiguous. Sums are fp32. A restart is an infinite time step.
+Exponentials, one of each token, channel and state in each of the four walks, take as long as memory. Tensors over
+tokens are [B, T, H] or [B, T, K], over runs [B, runs, H, K]; all are contiguous. Sums are fp32. At a restart the state
+decays by an infinite time step.
 """
 
 from __future__ import annotations
@@ -33,51 +35,28 @@ _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.69314718055994
 
 
 @jit
-def _load_rates(A_log, channels, columns, K: tl.constexpr):
-    """A log₂ e of each state, below 0: times an infinite time step it is −∞."""
-    rates = ()
-    for k in tl.static_range(K):
-        a_log = tl.load(A_log + channels * K + k, mask=columns, other=0.0)
-        rates = append(rates, tl.minimum(-tl.exp(a_log), -1e-30) * _LOG2_E)
-    return rates
+def _load_rates(A_log, place, inside):
+    """A log₂ e, below 0: times an infinite time step it is −∞."""
+    return tl.minimum(-tl.exp(tl.load(A_log + place, mask=inside, other=0.0)), -1e-30) * _LOG2_E
 
 
 @jit
-def _time_steps(logits, start, T, ROWS: tl.constexpr):
-    """Time steps of rows of logits; 0 after the last token."""
-    steps = ()
-    for row in tl.static_range(ROWS):
-        steps = append(steps, tl.where(start + row < T, softplus(logits[row]), 0.0))
-    return steps
-
-
-@jit
-def _load_logits(dt, bias, start, T, C, columns, ROWS: tl.constexpr):
-    logits = load_rows(dt, start, T, C, columns, ROWS)
-    shifted = ()
-    for row in tl.static_range(ROWS):
-        shifted = append(shifted, logits[row] + bias)
-    return shifted
-
-
-@jit
-def _with_restarts(steps, doc_ids, start, T, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The time steps by which states decay, infinite at restarts."""
+def _load_steps(dt, bias, doc_ids, start, T, H, columns, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Rows of the time steps' logits, of time steps, 0 after the last token, and of those by which states decay."""
+    rows = load_rows(dt, start, T, H, columns, ROWS)
+    logits, steps, decaying = (), (), ()
     if DOCUMENTS:
-        marked = ()
         before = tl.load(doc_ids + start - 1, mask=start > 0, other=0)
-        for row in tl.static_range(ROWS):
+    for row in tl.static_range(ROWS):
+        logits = append(logits, rows[row] + bias)
+        steps = append(steps, tl.where(start + row < T, softplus(logits[row]), 0.0))
+        if DOCUMENTS:
             piece = tl.load(doc_ids + start + row, mask=start + row < T, other=0)
-            marked = append(marked, tl.where(piece > before, float("inf"), steps[row]))
+            decaying = append(decaying, tl.where(piece > before, float("inf"), steps[row]))
             before = piece
-        steps = marked
-    return steps
-
-
-@jit
-def _of_state(x, token, k, T, K: tl.constexpr):
-    """A number of B or C."""
-    return tl.load(x + token * K + k, mask=token < T, other=0.0).to(tl.float32)
+        else:
+            decaying = append(decaying, steps[row])
+    return logits, steps, decaying
 
 
 @jit
@@ -93,46 +72,42 @@ def summaries_kernel(
     run,  # tokens of a program, a multiple of ROWS
     T,
     H,
-    K: tl.constexpr,
+    K,
     ROWS: tl.constexpr,
     BC: tl.constexpr,
+    BK: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """Compute each run's own state after its tokens, or the gradient for the state before them, and their decay."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    keys = tl.arange(0, BK)
     first = tl.program_id(1).to(tl.int64) * run
     batch = tl.program_id(2).to(tl.int64)
     columns = channels < H
+    place, inside = channels[:, None] * K + keys, columns[:, None] & (keys < K)
     offset = batch * T * H + channels
-    rates = _load_rates(A_log, channels, columns, K)
+    rates = _load_rates(A_log, place, inside)
     bias = tl.load(dt_bias + channels, mask=columns, other=0.0)
-    state = ()
-    for _ in tl.static_range(K):
-        state = append(state, tl.zeros((BC,), tl.float32))
+    state = tl.zeros((BC, BK), tl.float32)
     total = tl.zeros((BC,), tl.float32)
     count = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)
     for step in range(count):
         start = first + (count - 1 - step) * ROWS if REVERSE else first + step * ROWS
         values = load_rows(x + offset, start, T, H, columns, ROWS)
-        steps = _time_steps(_load_logits(dt + offset, bias, start, T, H, columns, ROWS), start, T, ROWS)
-        decaying = _with_restarts(steps, doc_ids, start, T, ROWS, DOCUMENTS)
-        for index in tl.static_range(ROWS):
-            row = ROWS - 1 - index if REVERSE else index
-            after = ()
-            for k in tl.static_range(K):
-                weight = _of_state(weights + batch * T * K, start + row, k, T, K)
-                decay = tl.exp2(rates[k] * decaying[row])
-                if REVERSE:
-                    after = append(after, decay * (state[k] + values[row] * weight))
-                else:
-                    after = append(after, decay * state[k] + steps[row] * values[row] * weight)
-            state = after
-            total += decaying[row]
-    of_run = ((batch * tl.num_programs(1) + tl.program_id(1)) * H + channels) * K
-    for k in tl.static_range(K):
-        tl.store(states + of_run + k, state[k], mask=columns)
-        tl.store(log_decays + of_run + k, rates[k] * _LN_2 * total, mask=columns)
+        factors = load_rows(weights + batch * T * K + keys, start, T, K, keys < K, ROWS)
+        _, steps, decaying = _load_steps(dt + offset, bias, doc_ids, start, T, H, columns, ROWS, DOCUMENTS)
+        for row in tl.static_range(ROWS):
+            if REVERSE:
+                value, factor, by = values[ROWS - 1 - row], factors[ROWS - 1 - row], decaying[ROWS - 1 - row]
+                state = tl.exp2(rates * by[:, None]) * (state + value[:, None] * factor)
+            else:
+                value, factor, by = steps[row] * values[row], factors[row], decaying[row]
+                state = tl.exp2(rates * by[:, None]) * state + value[:, None] * factor
+            total += by
+    of_run = (batch * tl.num_programs(1) + tl.program_id(1)) * H * K + place
+    tl.store(states + of_run, state, mask=inside)
+    tl.store(log_decays + of_run, rates * _LN_2 * total[:, None], mask=inside)
 
 
 @jit
@@ -150,55 +125,49 @@ def walk_kernel(
     incoming,  # [B, H, K], R
     true_starts,  # [B, runs, H, K] fp32: the states that runs start from, written if OUTPUTS, else read
     o,  # [B, T, H], written if OUTPUTS
-    states,  # [B, ⌈T / ROWS⌉, K, H] fp32, written unless OUTPUTS: those before each step of ROWS tokens
+    states,  # [B, ⌈T / ROWS⌉, H, K] fp32, written unless OUTPUTS: those before each step of ROWS tokens
     run,  # tokens of a program, a multiple of ROWS
     T,
     H,
-    K: tl.constexpr,
+    K,
     ROWS: tl.constexpr,
     BC: tl.constexpr,
+    BK: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
     """Compute h of all tokens, and their outputs, or keep some."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    keys = tl.arange(0, BK)
     first = tl.program_id(1).to(tl.int64) * run
     batch = tl.program_id(2).to(tl.int64)
     columns = channels < H
-    offset = batch * T * H + channels
-    rates = _load_rates(A_log, channels, columns, K)
+    place, inside = channels[:, None] * K + keys, columns[:, None] & (keys < K)
+    offset, of_keys = batch * T * H + channels, batch * T * K + keys
+    rates = _load_rates(A_log, place, inside)
     bias = tl.load(dt_bias + channels, mask=columns, other=0.0)
     skip = tl.load(D + channels, mask=columns, other=0.0)
-    of_run = ((batch * tl.num_programs(1) + tl.program_id(1)) * H + channels) * K
-    state = ()
-    for k in tl.static_range(K):
-        if OUTPUTS:
-            h = true_end(starts, prefix, incoming, batch, channels * K + k, columns, H * K)
-            tl.store(true_starts + of_run + k, h, mask=columns)
-        else:
-            h = tl.load(true_starts + of_run + k, mask=columns, other=0.0)
-        state = append(state, h)
+    of_run = (batch * tl.num_programs(1) + tl.program_id(1)) * H * K + place
+    if OUTPUTS:
+        state = true_end(starts, prefix, incoming, batch, place, inside, H * K)
+        tl.store(true_starts + of_run, state, mask=inside)
+    else:
+        state = tl.load(true_starts + of_run, mask=inside, other=0.0)
     for start in range(first, tl.minimum(first + run, T), ROWS):
         if not OUTPUTS:
-            of_step = (batch * tl.cdiv(T, ROWS) + start // ROWS) * K * H + channels
-            for k in tl.static_range(K):
-                tl.store(states + of_step + k * H, state[k], mask=columns)
+            tl.store(states + (batch * tl.cdiv(T, ROWS) + start // ROWS) * H * K + place, state, mask=inside)
         values = load_rows(x + offset, start, T, H, columns, ROWS)
-        steps = _time_steps(_load_logits(dt + offset, bias, start, T, H, columns, ROWS), start, T, ROWS)
-        decaying = _with_restarts(steps, doc_ids, start, T, ROWS, DOCUMENTS)
+        writes = load_rows(B + of_keys, start, T, K, keys < K, ROWS)
+        _, steps, decaying = _load_steps(dt + offset, bias, doc_ids, start, T, H, columns, ROWS, DOCUMENTS)
+        if OUTPUTS:
+            reads = load_rows(C + of_keys, start, T, K, keys < K, ROWS)
         for row in tl.static_range(ROWS):
-            token = start + row
-            y = skip * values[row]
-            after = ()
-            for k in tl.static_range(K):
-                weight = _of_state(B + batch * T * K, token, k, T, K)
-                h = tl.exp2(rates[k] * decaying[row]) * state[k] + steps[row] * values[row] * weight
-                if OUTPUTS:
-                    y += h * _of_state(C + batch * T * K, token, k, T, K)
-                after = append(after, h)
-            state = after
+            written = steps[row] * values[row]
+            state = tl.exp2(rates * decaying[row][:, None]) * state + written[:, None] * writes[row]
             if OUTPUTS:
-                tl.store(o + offset + token * H, y.to(o.dtype.element_ty), mask=columns & (token < T))
+                y = tl.sum(state * reads[row], 1) + skip * values[row]
+                mask = columns & (start + row < T)
+                tl.store(o + offset + (start + row) * H, y.to(o.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -212,7 +181,7 @@ def grads_kernel(
     dt_bias,  # [H] fp32
     do,  # [B, T, H]
     doc_ids,  # [T] int32, if DOCUMENTS
-    states,  # [B, ⌈T / ROWS⌉, K, H] fp32, of `walk_kernel`
+    states,  # [B, ⌈T / ROWS⌉, H, K] fp32, of `walk_kernel`
     ends,  # [B, runs, H, K] fp32, of `joined_runs` in reverse
     suffix,  # [B, runs, H, K] fp32, of `joined_runs` in reverse
     incoming,  # [B, H, K], D_in
@@ -220,112 +189,77 @@ def grads_kernel(
     ddt,  # [B, T, H], written
     dB,  # [blocks, B, T, K] fp32, written: sums over a program's channels
     dC,  # [blocks, B, T, K] fp32, written, likewise
-    of_channels,  # [B, runs, K + 2, H] fp32, written: of A_log by state, of dt_bias, of D
+    dA_log,  # [B, runs, H, K] fp32, written: sums over a run's tokens
+    of_channels,  # [B, runs, 2, H] fp32, written, likewise: of D and dt_bias
     run,  # tokens of a program, a multiple of ROWS
     T,
     H,
-    K: tl.constexpr,
+    K,
     ROWS: tl.constexpr,
     BC: tl.constexpr,
+    BK: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Compute all gradients: of each state h of a step of tokens forward, then dh backward."""
+    """Compute all gradients: h of a step of tokens forward, then dh backward."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    keys = tl.arange(0, BK)
     first = tl.program_id(1).to(tl.int64) * run
     batch = tl.program_id(2).to(tl.int64)
     columns = channels < H
-    offset = batch * T * H + channels
-    of_block = (tl.program_id(0).to(tl.int64) * tl.num_programs(2) + batch) * T * K
-    rates = _load_rates(A_log, channels, columns, K)
+    place, inside = channels[:, None] * K + keys, columns[:, None] & (keys < K)
+    offset, of_keys = batch * T * H + channels, batch * T * K + keys
+    of_block = tl.program_id(0).to(tl.int64) * tl.num_programs(2) * T * K + of_keys
+    rates = _load_rates(A_log, place, inside)
     bias = tl.load(dt_bias + channels, mask=columns, other=0.0)
     skip = tl.load(D + channels, mask=columns, other=0.0)
-    grads = ()
-    rate_grads = ()
-    for k in tl.static_range(K):
-        grads = append(grads, true_end(ends, suffix, incoming, batch, channels * K + k, columns, H * K))
-        rate_grads = append(rate_grads, tl.zeros((BC,), tl.float32))
+    grad = true_end(ends, suffix, incoming, batch, place, inside, H * K)
+    rate_grad = tl.zeros((BC, BK), tl.float32)
     bias_grad = tl.zeros((BC,), tl.float32)
     skip_grad = tl.zeros((BC,), tl.float32)
     count = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)
     for step in range(count):
         start = first + (count - 1 - step) * ROWS
+        h = tl.load(states + (batch * tl.cdiv(T, ROWS) + start // ROWS) * H * K + place, mask=inside, other=0.0)
         values = load_rows(x + offset, start, T, H, columns, ROWS)
-        logits = _load_logits(dt + offset, bias, start, T, H, columns, ROWS)
-        steps = _time_steps(logits, start, T, ROWS)
-        decaying = _with_restarts(steps, doc_ids, start, T, ROWS, DOCUMENTS)
         output_grads = load_rows(do + offset, start, T, H, columns, ROWS)
-        of_step = (batch * tl.cdiv(T, ROWS) + start // ROWS) * K * H + channels
-        # Of each row, last one first: Σ_k B dh, and Σ_k of the gradients of log₂ decays times their rates.
-        written_grads = ()
-        decay_grads = ()
+        writes = load_rows(B + of_keys, start, T, K, keys < K, ROWS)
+        reads = load_rows(C + of_keys, start, T, K, keys < K, ROWS)
+        logits, steps, decaying = _load_steps(dt + offset, bias, doc_ids, start, T, H, columns, ROWS, DOCUMENTS)
+        decays, decayed = (), ()
         for row in tl.static_range(ROWS):
-            written_grads = append(written_grads, tl.zeros((BC,), tl.float32))
-            decay_grads = append(decay_grads, tl.zeros((BC,), tl.float32))
-        grads_before = ()
-        rate_sums = ()
-        for k in tl.static_range(K):
-            h = tl.load(states + of_step + k * H, mask=columns, other=0.0)
-            decays = ()
-            decayed = ()
-            for row in tl.static_range(ROWS):
-                token = start + row
-                decays = append(decays, tl.exp2(rates[k] * decaying[row]))
-                decayed = append(decayed, decays[row] * h)
-                h = decayed[row] + steps[row] * values[row] * _of_state(B + batch * T * K, token, k, T, K)
-                of_token = of_block + token * K + k
-                tl.store(dC + of_token, tl.sum(h * output_grads[row], 0), mask=token < T)
-            grad = grads[k]
-            rate_grad = rate_grads[k]
-            more_written = ()
-            more_decays = ()
-            for index in tl.static_range(ROWS):
-                row = ROWS - 1 - index
-                token = start + row
-                grad += output_grads[row] * _of_state(C + batch * T * K, token, k, T, K)
-                of_token = of_block + token * K + k
-                tl.store(dB + of_token, tl.sum(grad * steps[row] * values[row], 0), mask=token < T)
-                of_decay = grad * decayed[row]
-                rate_grad += of_decay * steps[row]
-                weight = _of_state(B + batch * T * K, token, k, T, K)
-                more_written = append(more_written, written_grads[index] + grad * weight)
-                more_decays = append(more_decays, decay_grads[index] + of_decay * rates[k])
-                grad *= decays[row]
-            written_grads = more_written
-            decay_grads = more_decays
-            grads_before = append(grads_before, grad)
-            rate_sums = append(rate_sums, rate_grad)
-        grads = grads_before
-        rate_grads = rate_sums
-        for index in tl.static_range(ROWS):
-            row = ROWS - 1 - index
-            mask = columns & (start + row < T)
-            place = offset + (start + row) * H
-            of_x = skip * output_grads[row] + steps[row] * written_grads[index]
-            tl.store(dx + place, of_x.to(dx.dtype.element_ty), mask=mask)
-            of_logit = (values[row] * written_grads[index] + _LN_2 * decay_grads[index]) * tl.sigmoid(logits[row])
-            of_logit = tl.where(mask, of_logit, 0.0)
-            tl.store(ddt + place, of_logit.to(ddt.dtype.element_ty), mask=mask)
+            decays = append(decays, tl.exp2(rates * decaying[row][:, None]))
+            decayed = append(decayed, decays[row] * h)
+            written = steps[row] * values[row]
+            h = decayed[row] + written[:, None] * writes[row]
+            mask = (keys < K) & (start + row < T)
+            tl.store(dC + of_block + (start + row) * K, tl.sum(h * output_grads[row][:, None], 0), mask=mask)
+        for row in tl.static_range(ROWS):
+            token = start + (ROWS - 1 - row)
+            value, by = values[ROWS - 1 - row], steps[ROWS - 1 - row]
+            output_grad = output_grads[ROWS - 1 - row]
+            grad += output_grad[:, None] * reads[ROWS - 1 - row]
+            written = by * value
+            mask = (keys < K) & (token < T)
+            tl.store(dB + of_block + token * K, tl.sum(grad * written[:, None], 0), mask=mask)
+            of_written = tl.sum(grad * writes[ROWS - 1 - row], 1)
+            of_decay = grad * decayed[ROWS - 1 - row]
+            rate_grad += of_decay * by[:, None]
+            of_step = value * of_written + _LN_2 * tl.sum(of_decay * rates, 1)
+            of_logit = tl.where(token < T, of_step * tl.sigmoid(logits[ROWS - 1 - row]), 0.0)
             bias_grad += of_logit
-            skip_grad += values[row] * output_grads[row]
-    of_run = (batch * tl.num_programs(1) + tl.program_id(1)) * (K + 2) * H + channels
-    for k in tl.static_range(K):
-        tl.store(of_channels + of_run + k * H, rate_grads[k] * rates[k] * _LN_2, mask=columns)
-    tl.store(of_channels + of_run + K * H, bias_grad, mask=columns)
-    tl.store(of_channels + of_run + (K + 1) * H, skip_grad, mask=columns)
+            skip_grad += value * output_grad
+            mask = columns & (token < T)
+            of_x = skip * output_grad + by * of_written
+            tl.store(dx + offset + token * H, of_x.to(dx.dtype.element_ty), mask=mask)
+            tl.store(ddt + offset + token * H, of_logit.to(ddt.dtype.element_ty), mask=mask)
+            grad *= decays[ROWS - 1 - row]
+    of_run = batch * tl.num_programs(1) + tl.program_id(1)
+    tl.store(dA_log + of_run * H * K + place, rate_grad * rates * _LN_2, mask=inside)
+    tl.store(of_channels + of_run * 2 * H + channels, skip_grad, mask=columns)
+    tl.store(of_channels + (of_run * 2 + 1) * H + channels, bias_grad, mask=columns)
 
 
-# A channel a thread; as many programs as run at once on a large GPU with 128 registers a thread.
-WALK = RunOptions(rows=16, channels=32, programs=2112, shortest=64)
-
-
-# Of tokens whose loads are issued together, and of a program; with many states fewer, for code of a bounded size.
-def _rows(K: int) -> int:
-    return min(WALK.rows, max(1, 256 // next_power_of_2(K)))
-
-
-def _run(x: Tensor, K: int) -> int:
-    B, T, H = x.shape
-    return WALK._replace(rows=_rows(K)).run(B, T, H)
+WALK = RunOptions(rows=4, channels=32, programs=2112, shortest=64)
 
 
 class _Launch:
@@ -335,19 +269,21 @@ class _Launch:
         x, dt, A_log, B, C, D, dt_bias = operands
         self.x, self.dt, self.B, self.C = map(dense, (x, dt, B, C))
         self.A_log, self.D, self.dt_bias = (dense(y.float()) for y in (A_log, D, dt_bias))
-        self.doc_ids, K = doc_ids, A_log.shape[1]
-        batch, T, H = x.shape
-        self.run = _run(x, K)
-        self.runs, self.sizes = cdiv(T, self.run), (self.run, T, H, K)
-        self.options = {"ROWS": _rows(K), "BC": WALK.channels, "DOCUMENTS": doc_ids is not None, "num_warps": 1}
-        self.grid = cdiv(H, WALK.channels), self.runs, batch
+        self.doc_ids, (batch, T, H), K = doc_ids, x.shape, A_log.shape[1]
+        run = WALK.run(batch, T, H)
+        self.sizes, self.grid = (run, T, H, K), (cdiv(H, WALK.channels), cdiv(T, run), batch)
+        tile = {"ROWS": WALK.rows, "BC": WALK.channels, "BK": next_power_of_2(K)}
+        self.options = {**tile, "DOCUMENTS": doc_ids is not None, "num_warps": 1}
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.x.device)
 
+    def of_runs(self) -> tuple[int, ...]:
+        """[B, runs, H, K]."""
+        return *self.grid[:0:-1], *self.sizes[2:]
+
     def summaries(self, x: Tensor, weights: Tensor, *, reverse: bool) -> Summaries:
-        batch, (_, _, H, K) = self.x.shape[0], self.sizes
-        states, log_decays = self.empty(2, batch, self.runs, H, K)
+        states, log_decays = self.empty(2, *self.of_runs())
         summaries_kernel[self.grid](
             x, self.dt, self.A_log, weights, self.dt_bias, self.doc_ids, states, log_decays, *self.sizes,
             **self.options, REVERSE=reverse,
@@ -384,8 +320,8 @@ class _KernelBackward(BackwardBase):
 
     def overlap(self) -> None:
         launch, (true_starts,) = self._launch, self.saved
-        batch, (_, T, H, K) = self._do.shape[0], launch.sizes
-        self._states = launch.empty(batch, cdiv(T, launch.options["ROWS"]), K, H)
+        batch, T, H = self._do.shape
+        self._states = launch.empty(batch, cdiv(T, WALK.rows), H, launch.sizes[3])
         walk_kernel[launch.grid](
             *launch.operands(), self.doc_ids, None, None, None, true_starts, None, self._states, *launch.sizes,
             **launch.options, OUTPUTS=False,
@@ -394,23 +330,22 @@ class _KernelBackward(BackwardBase):
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self.state_grad.shape)
         launch, (ends, suffix, *_) = self._launch, self._summaries
-        batch, (_, T, H, K) = self._do.shape[0], launch.sizes
+        batch, _, H = self._do.shape
         dx, ddt = torch.empty_like(launch.x), torch.empty_like(launch.dt)
-        dB, dC = launch.empty(2, launch.grid[0], batch, T, K)
-        of_channels = launch.empty(batch, launch.runs, K + 2, H)
+        dB, dC = launch.empty(2, launch.grid[0], *launch.B.shape)
+        dA_log, of_channels = launch.empty(*launch.of_runs()), launch.empty(batch, launch.grid[1], 2, H)
         grads_kernel[launch.grid](
             *launch.operands(), self._do, self.doc_ids, self._states, ends, suffix, incoming_grad.contiguous(),
-            dx, ddt, dB, dC, of_channels, *launch.sizes, **launch.options,
+            dx, ddt, dB, dC, dA_log, of_channels, *launch.sizes, **launch.options,
         )  # fmt: skip
-        of_A, dbias, dD = of_channels.sum((0, 1)).split((K, 1, 1))
-        grads = dx, ddt, of_A.mT, dB.sum(0), dC.sum(0), dD[0], dbias[0]
+        grads = dx, ddt, dA_log.sum((0, 1)), dB.sum(0), dC.sum(0), *of_channels.sum((0, 1))
         return tuple(grad.to(like.dtype) for grad, like in zip(grads, self._operands, strict=True))
 
 
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     x, _, A_log, *_ = operands
-    runs = cdiv(x.shape[1], _run(x, A_log.shape[1]))
-    return (x.new_empty((x.shape[0], runs, *A_log.shape), dtype=torch.float32),)
+    batch, T, H = x.shape
+    return (x.new_empty((batch, cdiv(T, WALK.run(batch, T, H)), *A_log.shape), dtype=torch.float32),)
 
 
 CUDA = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)
