@@ -7,7 +7,7 @@ Forward                                                        Backward
 
 A program has a few channels and keeps their states, [BC, BK] of K numbers each, in registers while it walks over a run
 of tokens, whose loads are issued `ROWS` at a time. Only states of runs are written, and saved for the backward pass,
-which makes those before every step of `ROWS` tokens from them while gradients are on their way. dB and dC are sums over
+which makes those before every step of `STEP` tokens from them while gradients are on their way. dB and dC are sums over
 channels: a program writes those of its own, and they are added up in the order of programs. The kernels also run on a
 CPU under Triton's interpreter.
 
@@ -46,7 +46,7 @@ def _load_steps(dt, bias, doc_ids, start, T, H, columns, ROWS: tl.constexpr, DOC
     rows = load_rows(dt, start, T, H, columns, ROWS)
     logits, steps, decaying = (), (), ()
     if DOCUMENTS:
-        before = tl.load(doc_ids + start - 1, mask=start > 0, other=0)
+        before = tl.load(doc_ids + start - 1, mask=(start > 0) & (start < T), other=0)
     for row in tl.static_range(ROWS):
         logits = append(logits, rows[row] + bias)
         steps = append(steps, tl.where(start + row < T, softplus(logits[row]), 0.0))
@@ -125,11 +125,12 @@ def walk_kernel(
     incoming,  # [B, H, K], R
     true_starts,  # [B, runs, H, K] fp32: the states that runs start from, written if OUTPUTS, else read
     o,  # [B, T, H], written if OUTPUTS
-    states,  # [B, ⌈T / ROWS⌉, H, K] fp32, written unless OUTPUTS: those before each step of ROWS tokens
+    states,  # [B, ⌈T / STEP⌉, H, K] fp32, written unless OUTPUTS: those before each step of STEP tokens
     run,  # tokens of a program, a multiple of ROWS
     T,
     H,
     K,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,
     BC: tl.constexpr,
     BK: tl.constexpr,
@@ -155,7 +156,8 @@ def walk_kernel(
         state = tl.load(true_starts + of_run, mask=inside, other=0.0)
     for start in range(first, tl.minimum(first + run, T), ROWS):
         if not OUTPUTS:
-            tl.store(states + (batch * tl.cdiv(T, ROWS) + start // ROWS) * H * K + place, state, mask=inside)
+            if start % STEP == 0:
+                tl.store(states + (batch * tl.cdiv(T, STEP) + start // STEP) * H * K + place, state, mask=inside)
         values = load_rows(x + offset, start, T, H, columns, ROWS)
         writes = load_rows(B + of_keys, start, T, K, keys < K, ROWS)
         _, steps, decaying = _load_steps(dt + offset, bias, doc_ids, start, T, H, columns, ROWS, DOCUMENTS)
@@ -181,7 +183,8 @@ def grads_kernel(
     dt_bias,  # [H] fp32
     do,  # [B, T, H]
     doc_ids,  # [T] int32, if DOCUMENTS
-    states,  # [B, ⌈T / ROWS⌉, H, K] fp32, of `walk_kernel`
+    states,  # [B, ⌈T / STEP⌉, H, K] fp32, of `walk_kernel`
+    kept,  # [B, runs, STEP / ROWS, H, K] fp32, for the states before each ROWS tokens of a step
     ends,  # [B, runs, H, K] fp32, of `joined_runs` in reverse
     suffix,  # [B, runs, H, K] fp32, of `joined_runs` in reverse
     incoming,  # [B, H, K], D_in
@@ -191,10 +194,11 @@ def grads_kernel(
     dC,  # [blocks, B, T, K] fp32, written, likewise
     dA_log,  # [B, runs, H, K] fp32, written: sums over a run's tokens
     of_channels,  # [B, runs, 2, H] fp32, written, likewise: of D and dt_bias
-    run,  # tokens of a program, a multiple of ROWS
+    run,  # tokens of a program, a multiple of STEP
     T,
     H,
     K,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,
     BC: tl.constexpr,
     BK: tl.constexpr,
@@ -216,50 +220,73 @@ def grads_kernel(
     rate_grad = tl.zeros((BC, BK), tl.float32)
     bias_grad = tl.zeros((BC,), tl.float32)
     skip_grad = tl.zeros((BC,), tl.float32)
-    count = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)
-    for step in range(count):
-        start = first + (count - 1 - step) * ROWS
-        h = tl.load(states + (batch * tl.cdiv(T, ROWS) + start // ROWS) * H * K + place, mask=inside, other=0.0)
-        values = load_rows(x + offset, start, T, H, columns, ROWS)
-        output_grads = load_rows(do + offset, start, T, H, columns, ROWS)
-        writes = load_rows(B + of_keys, start, T, K, keys < K, ROWS)
-        reads = load_rows(C + of_keys, start, T, K, keys < K, ROWS)
-        logits, steps, decaying = _load_steps(dt + offset, bias, doc_ids, start, T, H, columns, ROWS, DOCUMENTS)
-        decays, decayed = (), ()
-        for row in tl.static_range(ROWS):
-            decays = append(decays, tl.exp2(rates * decaying[row][:, None]))
-            decayed = append(decayed, decays[row] * h)
-            written = steps[row] * values[row]
-            h = decayed[row] + written[:, None] * writes[row]
-            mask = (keys < K) & (start + row < T)
-            tl.store(dC + of_block + (start + row) * K, tl.sum(h * output_grads[row][:, None], 0), mask=mask)
-        for row in tl.static_range(ROWS):
-            token = start + (ROWS - 1 - row)
-            value, by = values[ROWS - 1 - row], steps[ROWS - 1 - row]
-            output_grad = output_grads[ROWS - 1 - row]
-            grad += output_grad[:, None] * reads[ROWS - 1 - row]
-            written = by * value
-            mask = (keys < K) & (token < T)
-            tl.store(dB + of_block + token * K, tl.sum(grad * written[:, None], 0), mask=mask)
-            of_written = tl.sum(grad * writes[ROWS - 1 - row], 1)
-            of_decay = grad * decayed[ROWS - 1 - row]
-            rate_grad += of_decay * by[:, None]
-            of_step = value * of_written + _LN_2 * tl.sum(of_decay * rates, 1)
-            of_logit = tl.where(token < T, of_step * tl.sigmoid(logits[ROWS - 1 - row]), 0.0)
-            bias_grad += of_logit
-            skip_grad += value * output_grad
-            mask = columns & (token < T)
-            of_x = skip * output_grad + by * of_written
-            tl.store(dx + offset + token * H, of_x.to(dx.dtype.element_ty), mask=mask)
-            tl.store(ddt + offset + token * H, of_logit.to(ddt.dtype.element_ty), mask=mask)
-            grad *= decays[ROWS - 1 - row]
     of_run = batch * tl.num_programs(1) + tl.program_id(1)
+    own = kept + of_run * (STEP // ROWS) * H * K + place
+    count = tl.cdiv(tl.minimum(first + run, T) - first, STEP)
+    for step in range(count):
+        begin = first + (count - 1 - step) * STEP
+        h = tl.load(states + (batch * tl.cdiv(T, STEP) + begin // STEP) * H * K + place, mask=inside, other=0.0)
+        for part in range(STEP // ROWS):
+            start = begin + part * ROWS
+            tl.store(own + part * H * K, h, mask=inside)
+            values = load_rows(x + offset, start, T, H, columns, ROWS)
+            writes = load_rows(B + of_keys, start, T, K, keys < K, ROWS)
+            _, steps, decaying = _load_steps(dt + offset, bias, doc_ids, start, T, H, columns, ROWS, DOCUMENTS)
+            for row in tl.static_range(ROWS):
+                written = steps[row] * values[row]
+                h = tl.exp2(rates * decaying[row][:, None]) * h + written[:, None] * writes[row]
+        tl.debug_barrier()
+        for part in range(STEP // ROWS):
+            start = begin + STEP - ROWS - part * ROWS
+            h = tl.load(own + (STEP // ROWS - 1 - part) * H * K, mask=inside, other=0.0)
+            values = load_rows(x + offset, start, T, H, columns, ROWS)
+            output_grads = load_rows(do + offset, start, T, H, columns, ROWS)
+            writes = load_rows(B + of_keys, start, T, K, keys < K, ROWS)
+            reads = load_rows(C + of_keys, start, T, K, keys < K, ROWS)
+            logits, steps, decaying = _load_steps(dt + offset, bias, doc_ids, start, T, H, columns, ROWS, DOCUMENTS)
+            decays, decayed = (), ()
+            for row in tl.static_range(ROWS):
+                decays = append(decays, tl.exp2(rates * decaying[row][:, None]))
+                decayed = append(decayed, decays[row] * h)
+                written = steps[row] * values[row]
+                h = decayed[row] + written[:, None] * writes[row]
+                mask = (keys < K) & (start + row < T)
+                tl.store(dC + of_block + (start + row) * K, tl.sum(h * output_grads[row][:, None], 0), mask=mask)
+            for row in tl.static_range(ROWS):
+                token = start + (ROWS - 1 - row)
+                value, by = values[ROWS - 1 - row], steps[ROWS - 1 - row]
+                output_grad = output_grads[ROWS - 1 - row]
+                grad += output_grad[:, None] * reads[ROWS - 1 - row]
+                written = by * value
+                mask = (keys < K) & (token < T)
+                tl.store(dB + of_block + token * K, tl.sum(grad * written[:, None], 0), mask=mask)
+                of_written = tl.sum(grad * writes[ROWS - 1 - row], 1)
+                of_decay = grad * decayed[ROWS - 1 - row]
+                rate_grad += of_decay * by[:, None]
+                of_step = value * of_written + _LN_2 * tl.sum(of_decay * rates, 1)
+                of_logit = tl.where(token < T, of_step * tl.sigmoid(logits[ROWS - 1 - row]), 0.0)
+                bias_grad += of_logit
+                skip_grad += value * output_grad
+                mask = columns & (token < T)
+                of_x = skip * output_grad + by * of_written
+                tl.store(dx + offset + token * H, of_x.to(dx.dtype.element_ty), mask=mask)
+                tl.store(ddt + offset + token * H, of_logit.to(ddt.dtype.element_ty), mask=mask)
+                grad *= decays[ROWS - 1 - row]
+        tl.debug_barrier()
     tl.store(dA_log + of_run * H * K + place, rate_grad * rates * _LN_2, mask=inside)
     tl.store(of_channels + of_run * 2 * H + channels, skip_grad, mask=columns)
     tl.store(of_channels + (of_run * 2 + 1) * H + channels, bias_grad, mask=columns)
 
 
-WALK = RunOptions(rows=4, channels=32, programs=2112, shortest=64)
+# Tokens of a step, between which states are made again; runs are whole steps.
+WALK = RunOptions(rows=16, channels=32, programs=2112, shortest=64)
+# Tokens whose loads are issued together, and which are unrolled: as many as registers hold.
+_ROWS, _GRAD_ROWS = 4, 2
+
+
+def _walk(K: int) -> RunOptions:
+    # With more states fewer channels, so that a program has as many numbers.
+    return WALK._replace(channels=max(1, min(WALK.channels, 16 * WALK.channels // next_power_of_2(K))))
 
 
 class _Launch:
@@ -270,10 +297,11 @@ class _Launch:
         self.x, self.dt, self.B, self.C = map(dense, (x, dt, B, C))
         self.A_log, self.D, self.dt_bias = (dense(y.float()) for y in (A_log, D, dt_bias))
         self.doc_ids, (batch, T, H), K = doc_ids, x.shape, A_log.shape[1]
-        run = WALK.run(batch, T, H)
-        self.sizes, self.grid = (run, T, H, K), (cdiv(H, WALK.channels), cdiv(T, run), batch)
-        tile = {"ROWS": WALK.rows, "BC": WALK.channels, "BK": next_power_of_2(K)}
-        self.options = {**tile, "DOCUMENTS": doc_ids is not None, "num_warps": 1}
+        walk = _walk(K)
+        run = walk.run(batch, T, H)
+        self.sizes, self.grid = (run, T, H, K), (cdiv(H, walk.channels), cdiv(T, run), batch)
+        tile = {"BC": walk.channels, "BK": next_power_of_2(K), "num_warps": 1}
+        self.options = {**tile, "ROWS": _ROWS, "DOCUMENTS": doc_ids is not None}
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.x.device)
@@ -306,7 +334,7 @@ class _KernelForward(ForwardBase):
         o, true_starts = torch.empty_like(launch.x), torch.empty_like(starts)
         walk_kernel[launch.grid](
             *launch.operands(), self.doc_ids, starts, prefix, incoming_state.contiguous(), true_starts, o, None,
-            *launch.sizes, **launch.options, OUTPUTS=True,
+            *launch.sizes, STEP=WALK.rows, **launch.options, OUTPUTS=True,
         )  # fmt: skip
         self.saved = (true_starts,)
         return o
@@ -324,7 +352,7 @@ class _KernelBackward(BackwardBase):
         self._states = launch.empty(batch, cdiv(T, WALK.rows), H, launch.sizes[3])
         walk_kernel[launch.grid](
             *launch.operands(), self.doc_ids, None, None, None, true_starts, None, self._states, *launch.sizes,
-            **launch.options, OUTPUTS=False,
+            STEP=WALK.rows, **launch.options, OUTPUTS=False,
         )  # fmt: skip
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
@@ -334,9 +362,11 @@ class _KernelBackward(BackwardBase):
         dx, ddt = torch.empty_like(launch.x), torch.empty_like(launch.dt)
         dB, dC = launch.empty(2, launch.grid[0], *launch.B.shape)
         dA_log, of_channels = launch.empty(*launch.of_runs()), launch.empty(batch, launch.grid[1], 2, H)
+        kept = launch.empty(batch, launch.grid[1], WALK.rows // _GRAD_ROWS, *launch.sizes[2:])
         grads_kernel[launch.grid](
-            *launch.operands(), self._do, self.doc_ids, self._states, ends, suffix, incoming_grad.contiguous(),
-            dx, ddt, dB, dC, dA_log, of_channels, *launch.sizes, **launch.options,
+            *launch.operands(), self._do, self.doc_ids, self._states, kept, ends, suffix, incoming_grad.contiguous(),
+            dx, ddt, dB, dC, dA_log, of_channels, *launch.sizes,
+            STEP=WALK.rows, **(launch.options | {"ROWS": _GRAD_ROWS}),
         )  # fmt: skip
         grads = dx, ddt, dA_log.sum((0, 1)), dB.sum(0), dC.sum(0), *of_channels.sum((0, 1))
         return tuple(grad.to(like.dtype) for grad, like in zip(grads, self._operands, strict=True))
@@ -345,7 +375,7 @@ class _KernelBackward(BackwardBase):
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     x, _, A_log, *_ = operands
     batch, T, H = x.shape
-    return (x.new_empty((batch, cdiv(T, WALK.run(batch, T, H)), *A_log.shape), dtype=torch.float32),)
+    return (x.new_empty((batch, cdiv(T, _walk(A_log.shape[1]).run(batch, T, H)), *A_log.shape), dtype=torch.float32),)
 
 
 CUDA = Passes(_KernelForward, _KernelBackward, _saved_like, needs_incoming=False)
