@@ -48,7 +48,8 @@ _NAMES = {
 
 
 def _read_mamba1(keys: Keys) -> dict[str, Any]:
-    keys.only(_ONLY)
+    # fla's class of the same name has other keys.
+    keys.only({**_ONLY, "norm_eps": (None, "another key than transformers' layer_norm_epsilon")})
     values = keys.values(_MAMBA1)
     # transformers writes the inner width, and does not read it.
     if (inner := keys.record.get("intermediate_size", 0)) not in (0, values["expand"] * values["hidden_size"]):

@@ -22,6 +22,7 @@ from models.spec import AttentionSpec, spec_of
 from tests.support.planning import case_of, kept_by_token, make_case
 from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.hgrn.chunked import CHUNKED as CHUNKED_HGRN
+from zeco_train.ops.mamba1.chunked import CHUNKED as CHUNKED_MAMBA1
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import ForwardPass, Passes
 from zeco_train.ops.recompute import Recompute
@@ -64,6 +65,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
     """To the byte, without a compiler; that kernels save what they promise is tested with them."""
     from zeco_train.ops.delta.kernels import launch as delta
     from zeco_train.ops.hgrn.kernels import CUDA as CUDA_HGRN
+    from zeco_train.ops.mamba1 import kernels as mamba1
     from zeco_train.ops.scalar_decay.kernels import launch as cuda
 
     gated = delta.CUDA_GATED, CHUNKED
@@ -74,6 +76,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
         "gated_delta": gated,
         "kda": gated,
         "hgrn": (CUDA_HGRN, CHUNKED_HGRN),
+        "mamba1": (mamba1.CUDA, CHUNKED_MAMBA1),
     }
     saving = {operator: _saving_like(*pair) for operator, pair in pairs.items()}
     with_kernels = {
@@ -87,7 +90,8 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
         return mock.patch.object(module, "options_for", lambda *x: dataclasses.replace(plain(*x), programs=1))
 
     # One program walks over all tokens, so the states that it starts from do not depend on their number.
-    with mock.patch.dict(OPERATORS, with_kernels), with_one_program(cuda), with_one_program(delta):
+    whole = mock.patch.object(mamba1, "WALK", mamba1.WALK._replace(programs=1))
+    with mock.patch.dict(OPERATORS, with_kernels), with_one_program(cuda), with_one_program(delta), whole:
         kept = kept_by_token(config, dtype.compute)
     case = case_of(config, *ON_GPU, f"train.dtype={dtype.value}")
     assert kept == case.measured(name).kept.by_token
