@@ -107,7 +107,10 @@ def test_model_of_transformers_gives_its_logits(case: str, tmp_path: Path) -> No
 SIZES = ["vocab_size=259", "hidden_size=32", "num_layers=4", "intermediate_size=40", "num_heads=2", "num_v_heads=4"]
 COMMON = [*SIZES, "head_dim=8", "expand_v=1.5", "conv_size=3", "attn.every=4", "attn.num_heads=4", "attn.qk_norm=true"]
 OURS: dict[str, list[str]] = {
-    "mamba": ["hidden_size=32", "num_layers=2", "state_size=6", "conv_kernel=3", "time_step_rank=5", "norm_eps=1e-4"],
+    "mamba": [
+        *("hidden_size=32", "num_layers=2", "intermediate_size=0", "state_size=6", "conv_kernel=3"),
+        *("time_step_rank=5", "norm_eps=1e-4"),
+    ],
     "mamba2": [
         *(f"{key}={value}" for key, value in MAMBA.items()),
         *("hidden_size=32", "num_layers=2", "intermediate_size=0", "time_step_limit=[0.01,0.5]", "norm_eps=1e-4"),
