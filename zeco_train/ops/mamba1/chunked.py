@@ -102,14 +102,14 @@ class _Chunks:
         return torch.cat(found)
 
     def states(self, n: slice, decays: Tensor, before: Tensor) -> Tensor:
-        """h of each token, [n, B, C, H·K], from the states before the chunks, [n, B, H·K]."""
+        """Return h of each token, [n, B, C, H·K], from the states before the chunks, [n, B, H·K]."""
         h = ((self.steps[n] * self.x[n]).unsqueeze(-1) * self.B[n].unsqueeze(-2)).flatten(-2)
         h[:, :, 0].addcmul_(decays[:, :, 0], before)
         accumulate_in_chunks(h, decays.clone())
         return h
 
     def state_grads(self, n: slice, decays: Tensor, after: Tensor, do: Tensor) -> Tensor:
-        """dh of each token, [n, B, C, H·K], from the gradients of the states after the chunks, [n, B, H·K]."""
+        """Return dh of each token, [n, B, C, H·K], from the gradients of the states after the chunks, [n, B, H·K]."""
         dh = (do.unsqueeze(-1) * self.C[n].unsqueeze(-2)).flatten(-2)
         dh[:, :, -1] += after
         # In reverse a token has the decay of the one after it.

@@ -156,8 +156,8 @@ def walk_kernel(
         state = tl.load(true_starts + of_run, mask=inside, other=0.0)
     for start in range(first, tl.minimum(first + run, T), ROWS):
         if not OUTPUTS:
-            if start % STEP == 0:
-                tl.store(states + (batch * tl.cdiv(T, STEP) + start // STEP) * H * K + place, state, mask=inside)
+            of_step = (batch * tl.cdiv(T, STEP) + start // STEP) * H * K + place
+            tl.store(states + of_step, state, mask=inside & (start % STEP == 0))
         values = load_rows(x + offset, start, T, H, columns, ROWS)
         writes = load_rows(B + of_keys, start, T, K, keys < K, ROWS)
         _, steps, decaying = _load_steps(dt + offset, bias, doc_ids, start, T, H, columns, ROWS, DOCUMENTS)
