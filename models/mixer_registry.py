@@ -21,6 +21,7 @@ from models.mixers.hgrn2 import HGRN2
 from models.mixers.kda import KimiDeltaAttention
 from models.mixers.lightning import LightningAttention
 from models.mixers.linear import LinearAttention
+from models.mixers.mamba1 import Mamba1
 from models.mixers.mamba2 import Mamba2
 from models.mixers.rebased import Rebased
 from models.mixers.retnet import MultiScaleRetention
@@ -44,6 +45,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "kda": KimiDeltaAttention,
     "hgrn": HGRN,
     "gsa": GatedSlotAttention,
+    "mamba1": Mamba1,
 }
 
 # Of a layer, by its name in `LanguageModelConfig.mixer_of`: softmax layers are part of models with another mixer.

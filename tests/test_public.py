@@ -38,7 +38,7 @@ SIGNATURES = {
 }
 NAMES = ["Completion", "Model", "ZecoError", "__version__", "functional", "load", "open_store"]
 FUNCTIONS = ["Ranks", "connect", "gla", "scalar_decay", "fixed_decay", "short_conv", "unmasked", "delta", "gated_delta"]
-FUNCTIONS += ["kda", "hgrn", "gsa", "softmax_attention"]
+FUNCTIONS += ["kda", "hgrn", "gsa", "mamba1", "softmax_attention"]
 STORE = ["path", "meta", "doc_offsets", "num_tokens", "vocab_size", "read", "close"]
 
 

@@ -371,6 +371,50 @@ def gsa(
         ValueError: a shape, dtype, device or border that does not fit, by name.
     """
 
+def mamba1(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    documents: Sequence[Sequence[int] | Tensor] | None = None,
+    bounds: Sequence[int] | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The selective scan of Mamba (Gu & Dao 2023, arXiv 2312.00752); states are [B, H, K, 1].
+
+        h_t = exp(Δ_t A) ⊙ h_{t-1} + Δ_t x_t B_t,    o_t = Σ_k C_t ⊙ h_t + D ⊙ x_t
+
+    with Δ = softplus(dt + dt_bias) and A = -exp(A_log).
+
+    Args:
+        x: [B, T, H].
+        dt: [B, T, H].
+        A_log: [H, K], the same on all ranks; its gradient is of this rank's tokens: sum it over ranks.
+        B: [B, T, K].
+        C: [B, T, K].
+        D: [H], the same on all ranks; its gradient is of this rank's tokens: sum it over ranks.
+        dt_bias: [H], the same on all ranks; its gradient is of this rank's tokens: sum it over ranks.
+        initial_state: [B, H, K, V], the state before the sequence, in fp32 (fp64 for fp64 operands); None is zero. The
+            first document continues from it. The same on all ranks, as is its gradient: do not sum it over ranks.
+        output_final_state: also return the state after the sequence, the same on all ranks.
+        documents: for each of the B sequences the borders of its documents, from 0 to the length of the whole
+            sequence; nothing is read across them. None: each sequence is one document.
+        bounds: rank r has the tokens [bounds[r], bounds[r + 1]) of each sequence; None: all ranks have as many.
+        ranks: the ranks that share the sequences, see `connect`; None: this one has them whole.
+
+    Returns:
+        o, shaped as x and in its dtype, and the state after the sequence or None.
+
+    Raises:
+        ValueError: a shape, dtype, device or border that does not fit, by name.
+    """
+
 def softmax_attention(
     q: Tensor,
     k: Tensor,

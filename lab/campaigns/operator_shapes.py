@@ -44,7 +44,7 @@ DELTA = ("delta", "gated_delta", "kda")
 BY_CHANNEL = ("gla", "kda", "gsa")
 HEADS = ("gla", "scalar_decay", "fixed_decay", *DELTA, "unmasked", "gsa")
 GATED = ("gla", "scalar_decay", "fixed_decay", "gated_delta", "kda", "gsa")
-ALL = (*HEADS, "softmax", "short_conv")
+ALL = (*HEADS, "softmax", "short_conv", "mamba1")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # Limits of the relative error, norm over norm, written before the first run. What each is relative to was made precise
@@ -159,8 +159,9 @@ def _case(
         V = K
     return Case(
         operator, 1 if documents else rng.choice((1, 2)), T, G, H, K, V, dtype,
-        rng.choice(DECAYS) if operator in GATED else "none", rng.choice(LAYOUTS), documents, rng.choice((0, 1)),
-        rng.choice(("kept", "one")), rng.choice((0.0, 0.5, 1.0, 2.0)), rng.randint(0, 1 << 30),
+        rng.choice(DECAYS) if operator in (*GATED, "mamba1") else "none",
+        rng.choice(LAYOUTS), documents, rng.choice((0, 1)), rng.choice(("kept", "one")),
+        rng.choice((0.0, 0.5, 1.0, 2.0)), rng.randint(0, 1 << 30),
     )  # fmt: skip
 
 
@@ -254,6 +255,18 @@ def inputs(case: Case) -> dict[str, Tensor]:
         shapes = {"x": (B, T, channels), "weight": (channels, 1, width), "bias": (channels,), "do": (B, T, channels)}
         found = {name: normal(*shape).to(dtype) for name, shape in shapes.items()}
         state = (B, 1, width - 1, channels)
+    elif case.operator == "mamba1":
+        # K channels of V states; the rates of A are of the case's kind, at time steps of about 1.
+        shapes = dict.fromkeys(("x", "dt", "do"), (B, T, K)) | dict.fromkeys("BC", (B, T, V))
+        found = {name: normal(*shape).to(dtype) for name, shape in shapes.items()}
+        a_log = {"none": -50.0, "weak": -3.0, "strong": 4.0, "vanishing": 5.0, "resets": 0.0, "erased": 20.0}
+        initial = torch.arange(1, V + 1, device=DEVICE).log().expand(K, V)
+        rates = initial if case.decays == "initial" else a_log.get(case.decays, 0.0) + 0.1 * normal(K, V)
+        found["A_log"] = rates + (3 * normal(K, V) if case.decays == "mixed" else 0.0)
+        found |= {name: normal(K) for name in ("D", "dt_bias")}
+        if case.decays == "resets":
+            found["dt"][uniform(B, T, K) < 0.1] = 1000.0
+        state = (B, K, V, 1)
     else:
         shapes = {"q": (B, T, G, K), "k": (B, T, G, K), "v": (B, T, H, V), "do": (B, T, H, V)}
         if case.operator == "softmax":

@@ -6,7 +6,7 @@ from models.config import LanguageModelConfig
 from models.formats.fla import DELTA_NET, GATED_DELTANET, GLA, GSA, HGRN, HGRN2, KDA, LINEAR_ATTN, RETNET
 from models.formats.format import ModelFormat
 from models.formats.hybrids import OLMO_HYBRID, QWEN3_5
-from models.formats.mamba2 import MAMBA2
+from models.formats.mamba import MAMBA1, MAMBA2
 
 # An export takes the first that can express a model.
 FORMATS: tuple[ModelFormat, ...] = (
@@ -22,6 +22,7 @@ FORMATS: tuple[ModelFormat, ...] = (
     KDA,
     HGRN,
     GSA,
+    MAMBA1,
 )
 
 

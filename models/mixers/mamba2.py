@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from models.config import LanguageModelConfig
 from models.decays import initial_rates, initial_steps
 from models.mixers.base import OperatorMixer, Run
+from models.mixers.mamba1 import MambaConfig
 from models.modules import RMSNormOfGated, ShortConvolution
 from models.parameters import ParameterRule
 from models.projections import Projection, StackedProjection, parallel_linear
@@ -29,42 +29,23 @@ _A_RANGE = (1.0, 16.0)
 
 
 @dataclass
-class Mamba2Config(LanguageModelConfig):
+class Mamba2Config(MambaConfig):
     """Shape of a Mamba-2 model. The defaults are those of `mamba2_tiny`.
 
     Attributes:
         num_heads: H, heads; head_dim · num_heads must equal expand · hidden_size.
         head_dim: V, values per head.
-        state_size: K, size of a group's keys and queries (B and C in the paper).
         n_groups: G, groups; each group of keys and queries serves num_heads / n_groups heads.
-        expand: inner width as a multiple of hidden_size.
-        conv_kernel: width of the convolution over values, keys and queries.
-        use_conv_bias: whether that convolution has a bias.
-        time_step_min: least initial time step; they are drawn log-uniformly from here to `time_step_max`.
-        time_step_max: largest initial time step.
-        time_step_floor: lower bound of the initial time steps, applied after the draw.
         time_step_limit: range to which time steps are clamped.
-        residual_in_fp32: whether the residual stream is fp32 even if the model computes in bf16.
     """
-
-    mlp_optional: ClassVar[bool] = True
 
     mixer: str = "mamba2"
     name: str = "mamba2_tiny"
     num_heads: int = 8
-    intermediate_size: int = 0
-    norm_eps: float = 1e-5
     head_dim: int = 32
     state_size: int = 32
     n_groups: int = 1
-    expand: int = 2
-    conv_kernel: int = 4
-    use_conv_bias: bool = True
-    time_step_min: float = 0.001
-    time_step_max: float = 0.1
-    time_step_floor: float = 1e-4
     time_step_limit: tuple[float, float] = (0.0, math.inf)
-    residual_in_fp32: bool = True
 
     def __post_init__(self) -> None:
         # A list where it was read from a file.
@@ -73,25 +54,15 @@ class Mamba2Config(LanguageModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        self._require_positive("head_dim", "state_size", "n_groups", "expand")
-        self._require_finite("time_step_min", "time_step_max", "time_step_floor")
+        self._require_positive("head_dim", "n_groups")
         if self.num_heads * self.head_dim != self.inner_dim:
             allowed = f"times num_heads={self.num_heads} must equal expand · hidden_size = {self.inner_dim}"
             raise ConfigError("model.head_dim", self.head_dim, allowed)
         self._require_divides_heads("n_groups")
-        self._require_positive("conv_kernel", least=2)
-        if self.time_step_min > self.time_step_max:
-            allowed = f"must be ≤ time_step_max={self.time_step_max}"
-            raise ConfigError("model.time_step_min", self.time_step_min, allowed)
         limit = self.time_step_limit
         # The comparison is also false for NaN.
         if len(limit) != 2 or not 0 <= limit[0] < limit[1]:
             raise ConfigError("model.time_step_limit", list(limit), "must be [least, most] with 0 ≤ least < most")
-
-    @property
-    def inner_dim(self) -> int:
-        """H·V, total width of the values."""
-        return self.expand * self.hidden_size
 
     @property
     def group_dim(self) -> int:
@@ -103,10 +74,6 @@ class Mamba2Config(LanguageModelConfig):
         """Channels of the convolution: values, keys, queries."""
         return self.inner_dim + 2 * self.group_dim
 
-    @property
-    def has_wide_residual(self) -> bool:
-        return self.residual_in_fp32
-
     def _shape_rows(self) -> Mapping[str, str]:
         return {"heads": f"{self.num_heads} of K {self.state_size} and V {self.head_dim}"}
 
@@ -114,7 +81,7 @@ class Mamba2Config(LanguageModelConfig):
         found = [f"{self.n_groups} groups of keys and queries"] * (self.n_groups > 1)
         if self.time_step_limit != (0.0, math.inf):
             found.append("time steps from {:g} to {:g}".format(*self.time_step_limit))
-        return found + ["convolutions without bias"] * (not self.use_conv_bias)
+        return found + super()._variants()
 
 
 class Mamba2Decay(nn.Module):

@@ -21,6 +21,7 @@ from models.mixer_registry import MIXERS
 from models.mixers.gated_deltanet import GatedDeltaNetConfig
 from models.mixers.gla import FeatureMap, GLAConfig
 from models.mixers.linear import LinearAttentionConfig, LinearFeatureMap
+from models.mixers.mamba1 import Mamba1Config
 from models.mixers.mamba2 import Mamba2Config
 from models.mixers.retnet import RetNetConfig
 from models.spec import spec_of
@@ -56,6 +57,8 @@ OF_FILES: list[tuple[str, dict[str, Any], float]] = [
     ("gsa_1.3b", {"model_type": "gsa"}, 1_376_929_792),
     ("mamba2_1.3b", {"model_type": "mamba2", "hidden_size": 2048, "initializer_range": 0.02, "n_groups": 1,
      "num_heads": 64, "num_hidden_layers": 48, "tie_word_embeddings": True, "vocab_size": 50288}, 2.69e9 / 2),
+    ("mamba1_1.4b", {"model_type": "mamba", "hidden_size": 2048, "initializer_range": 0.02, "num_hidden_layers": 48,
+     "time_step_rank": 128}, 1_372_178_432),
     ("gated_deltanet_7b", {"model_type": "olmo_hybrid", "linear_key_head_dim": 96, "linear_num_key_heads": 30,
      "linear_value_head_dim": 192, "linear_num_value_heads": 30, "rope_parameters": {"rope_theta": None},
      "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8}, 7_430_870_688),
@@ -101,6 +104,10 @@ def test_config_of_transformers_is_read_with_its_defaults() -> None:
     assert model.time_step_limit == (0.0, float("inf"))
     for limit in ([0.0, {"__float__": "Infinity"}], [0, float("inf")]):
         assert from_config_json({"model_type": "mamba2", "time_step_limit": limit}, HERE).model == model
+    of_mamba1 = from_config_json({"model_type": "mamba", "time_step_rank": "auto"}, HERE).model
+    assert isinstance(of_mamba1, Mamba1Config)
+    assert (of_mamba1.hidden_size, of_mamba1.num_layers, of_mamba1.state_size, of_mamba1.rank) == (768, 32, 16, 48)
+    assert of_mamba1 == from_config_json({"model_type": "mamba", "intermediate_size": 1536}, HERE).model
     # fla's model of the same name has other names for these.
     assert from_config_json({"model_type": "mamba2", "norm_eps": 1e-3}, HERE).model.norm_eps == 1e-3
 
@@ -149,6 +156,10 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("delta_net", "qk_norm", "sum", "keys of another norm, with which the state may grow without bound"),
     ("kda", "lower_bound", -5.0, "decays with a lower bound: not supported, only None"),
     ("linear_attn", "feature_map", None, "not supported, only elu, relu, identity"),
+    ("mamba", "use_bias", True, "biases of the projections: not supported"),
+    ("mamba", "intermediate_size", 64, "must be expand · hidden_size"),
+    ("mamba", "time_step_rank", 0, "must be a whole number ≥ 1"),
+    ("mamba", "norm_eps", 1e-3, "another key than transformers' layer_norm_epsilon: not supported"),
     ("mamba2", "use_bias", True, "biases of the projections: not supported"),
     ("mamba2", "n_groups", 3, "must divide num_heads=128"),
     ("mamba2", "head_dim", 32, "must equal expand · hidden_size"),
@@ -238,6 +249,7 @@ LINEAR = LinearAttentionConfig(hidden_size=48, num_heads=4, vocab_size=61, num_l
 HYBRID = AttnConfig(every=2, offset=0, num_heads=4, num_kv_heads=4, head_dim=32, window=1 << 30, rope_theta=1e7)
 ROUND_TRIPS: list[LanguageModelConfig] = [
     *(one.mixer.config_class(num_layers=5, attn=HYBRID) for one in OF_FLA.values()),
+    Mamba1Config(state_size=5, time_step_rank=7, use_conv_bias=False),
     LINEAR,
     dataclasses.replace(LINEAR, feature_map=LinearFeatureMap.relu, normaliser=True),
     dataclasses.replace(LINEAR, feature_map=LinearFeatureMap.identity, expand_k=0.5, expand_v=2.0),

@@ -26,6 +26,7 @@ from zeco_train.ops.delta.chunked import CHUNKED
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.gsa import GSA
 from zeco_train.ops.hgrn.chunked import CHUNKED as CHUNKED_HGRN
+from zeco_train.ops.mamba1.chunked import CHUNKED as CHUNKED_MAMBA1
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import ForwardPass, Passes
 from zeco_train.ops.recompute import Recompute
@@ -69,6 +70,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
     from zeco_train.ops.gla.kernels import launch as gla
     from zeco_train.ops.gsa import kernels as gsa
     from zeco_train.ops.hgrn.kernels import CUDA as CUDA_HGRN
+    from zeco_train.ops.mamba1 import kernels as mamba1
     from zeco_train.ops.scalar_decay.kernels import launch as cuda
 
     gated = delta.CUDA_GATED, CHUNKED
@@ -81,6 +83,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
         "hgrn": (CUDA_HGRN, CHUNKED_HGRN),
         "gla": (gla.CUDA, GLA.portable),
         "gsa": (gsa.CUDA, GSA.portable),
+        "mamba1": (mamba1.CUDA, CHUNKED_MAMBA1),
     }
     saving = {operator: _saving_like(*pair) for operator, pair in pairs.items()}
     with_kernels = {
@@ -100,6 +103,7 @@ def test_activations_are_what_autograd_keeps_with_kernels(name: str, dtype: Dtyp
         stack.enter_context(mock.patch.object(F, "logsigmoid", lambda x: -F.softplus(-x)))
         for module in (cuda, delta, gla, gsa):
             stack.enter_context(with_one_program(module))
+        stack.enter_context(mock.patch.object(mamba1, "WALK", mamba1.WALK._replace(programs=1)))
         kept = kept_by_token(config, dtype.compute)
     case = case_of(config, *ON_GPU, f"train.dtype={dtype.value}")
     assert kept == case.measured(name).kept.by_token

@@ -23,6 +23,7 @@ from models.mixers.hgrn import HGRNConfig
 from models.mixers.hgrn2 import HGRN2Config
 from models.mixers.lightning import LightningConfig
 from models.mixers.linear import LinearAttentionConfig, LinearFeatureMap
+from models.mixers.mamba1 import Mamba1Config
 from models.mixers.mamba2 import Mamba2Config
 from models.mixers.rebased import RebasedConfig
 from models.mixers.retnet import RetNetConfig
@@ -54,6 +55,8 @@ GLA = GLAConfig(**THREE, norm_eps=1e-3, expand_v=1.25, gate_low_rank_dim=5, gate
 GROUPED = dataclasses.replace(GLA, num_heads=6, num_kv_heads=2)
 # H 6, V 8, K 5, G 2.
 MAMBA2 = Mamba2Config(hidden_size=24, num_layers=3, num_heads=6, head_dim=8, state_size=5, n_groups=2, conv_kernel=3)
+# H 48, K 5, R 7.
+MAMBA1 = Mamba1Config(hidden_size=24, num_layers=3, state_size=5, conv_kernel=3, time_step_rank=7)
 CASES: dict[str, LanguageModelConfig] = {
     "gla": GLA,
     "gla, groups": GROUPED,
@@ -76,13 +79,15 @@ CASES: dict[str, LanguageModelConfig] = {
     "rebased symmetric": RebasedConfig(**THREE, feature_dim=5),
     "cosformer": CosformerConfig(**THREE, max_document=2000),
     **{key: each for key, each in OF_FLA.items() if each.mixer in ("delta_net", "gated_deltanet", "kda", "gsa")},
+    "mamba1": MAMBA1,
+    "mamba1, no bias": dataclasses.replace(MAMBA1, use_conv_bias=False, time_step_rank=None),
     "mamba2": MAMBA2,
     "mamba2, clamped, no bias": dataclasses.replace(MAMBA2, time_step_limit=(0.3, 0.9), use_conv_bias=False),
     "mamba2, one group": dataclasses.replace(MAMBA2, n_groups=1),
 }
 # Of the fast set; in turn of the slow one; the others are of a campaign.
 QUICK = ["gla", "retnet", "lightning with positions", "hgrn", "hgrn2", "linear relu normalised", "rebased symmetric"]
-QUICK += ["cosformer", "gated_deltanet, no gate, negative eigenvalues", "kda", "gsa, groups, relu"]
+QUICK += ["cosformer", "gated_deltanet, no gate, negative eigenvalues", "kda", "mamba1", "gsa, groups, relu"]
 SLOW = ["gla, groups, clamped, no gate", "linear elu", "based symmetric", "delta_net, gate, negative eigenvalues"]
 SLOW += ["mamba2, clamped, no bias"]
 
@@ -338,6 +343,23 @@ def delta_rules(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> 
     return o @ p["o_proj.weight"].T
 
 
+def mamba1(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tensor:
+    """Token by token and state by state."""
+    u, z = (x @ p["in_proj.weight"].T).split(config.inner_dim, dim=-1)
+    u = convolved(u, p["conv1d.weight"], p.get("conv1d.bias", 0.0))
+    sizes = config.rank, config.state_size, config.state_size
+    low, B, C = (u @ p["x_proj.weight"].T).split(sizes, dim=-1)
+    steps = torch.log1p(torch.exp(low @ p["dt_proj.weight"].T + p["decay.dt_bias"]))
+    y = p["decay.D"] * u
+    for k in range(config.state_size):
+        rates, state, o = -torch.exp(p["decay.A_log"][:, k]), torch.zeros((), dtype=x.dtype), []
+        for t in range(x.shape[1]):
+            state = torch.exp(rates * steps[:, t]) * state + steps[:, t] * u[:, t] * B[:, t, k, None]
+            o.append(C[:, t, k, None] * state)
+        y = y + torch.stack(o, 1)
+    return (y * F.silu(z)) @ p["out_proj.weight"].T
+
+
 def mamba2(x: Tensor, p: Parameters, config: Any, bound: Tensor | None) -> Tensor:
     """Token by token and head by head."""
     inner, group = config.inner_dim, config.n_groups * config.state_size
@@ -367,6 +389,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("hgrn", "hgrn2"), forget_gates),
     **dict.fromkeys(WEIGHTS, attention_matrix),
     **dict.fromkeys(("delta_net", "gated_deltanet", "kda"), delta_rules),
+    "mamba1": mamba1,
     "mamba2": mamba2,
 }
 
@@ -478,6 +501,7 @@ def test_sequences_of_a_batch_step_at_their_own_positions() -> None:
         ("delta_net", "conv_size", 1, "must be a whole number ≥ 2"),
         ("gated_deltanet", "conv_size", 1, "must be a whole number ≥ 2"),
         ("delta_net", "num_heads", 7, "must divide"),
+        ("mamba1", "time_step_rank", 0, "must be a whole number ≥ 1"),
         ("mamba2", "head_dim", 7, "times num_heads=6 must equal expand · hidden_size = 48"),
         ("mamba2", "n_groups", 4, "must divide num_heads=6: 1, 2, 3, 6"),
         ("mamba2", "conv_kernel", 1, "must be a whole number ≥ 2"),

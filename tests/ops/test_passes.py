@@ -219,7 +219,11 @@ def test_transition_is_zero_after_a_restart_and_no_expansion_otherwise(name: str
         elif gone:
             assert (transition == float("-inf")).all()
         else:
-            g = 130 * operands[3][None] if name == "fixed_decay" else operands[-1].sum(1)
+            if name == "mamba1":
+                steps = F.softplus(values["dt"] + values["dt_bias"]).sum(1)
+                g = -values["A_log"].exp() * steps[..., None]
+            else:
+                g = 130 * operands[3][None] if name == "fixed_decay" else operands[-1].sum(1)
             wanted = g if g.dim() == 3 else g[..., None].expand(transition.shape)
             torch.testing.assert_close(transition, wanted, rtol=1e-13, atol=1e-13)
 
@@ -280,7 +284,7 @@ def test_mismatched_states_of_a_step_are_refused(name: str) -> None:
         (state.float(), r"^state: expected torch.float64, got torch.float32$"),
         (state.mT.contiguous().mT, r"^state: expected a contiguous tensor"),
     ):
-        if name != "hgrn" or "contiguous" not in message:
+        if name not in ("hgrn", "mamba1") or "contiguous" not in message:
             with pytest.raises(ValueError, match=message):
                 operator.step(*operands, wrong)
     with pytest.raises(ValueError, match=rf"^{operator.operands[0]}: expected one token of each sequence, got 2$"):

@@ -53,6 +53,8 @@ def make(name: str, tokens: int, decay: str = "mixed", **sizes: int) -> dict[str
         "g": lambda x: log_decays(decay, x.shape, generator),
         "log_decay": lambda x: log_decays(decay, x.shape, generator),
         "beta": lambda x: 2 * x.sigmoid(),
+        # Rates of mamba1's decays, at time steps of about 1.
+        "A_log": lambda x: (-log_decays(decay, x.shape, generator)).clamp(min=1e-30).log(),
     }
     found = {}
     for key, dims in operator.dims_of.items():
@@ -79,7 +81,11 @@ def dims_of(name: str, key: str) -> str:
     operator = OPERATORS[name]
     if key in ("o", "do"):
         return operator.dims[operator.output]
-    return "BHKV" if key in (*ENDS[1:], "carry_out", "dcarry_in") else operator.dims_of[key.removeprefix("d")]
+    return (
+        "BHKV"
+        if key in (*ENDS[1:], "carry_out", "dcarry_in")
+        else operator.dims_of[key if key in operator.operands else key[1:]]
+    )
 
 
 def own_tokens(name: str, values: dict[str, Tensor], tokens: slice) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ import zeco_train.ops.gated_norm.kernels
 import zeco_train.ops.gla.kernels.launch
 import zeco_train.ops.gsa.kernels
 import zeco_train.ops.hgrn.kernels
+import zeco_train.ops.mamba1.kernels
 import zeco_train.ops.mamba2.kernels
 import zeco_train.ops.scalar_decay.kernels.launch
 import zeco_train.ops.short_conv.kernels

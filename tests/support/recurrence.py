@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.operator import Operator, Recurrence
@@ -166,6 +166,37 @@ def naive_gsa(
     return torch.stack(o, dim=1).to(s.dtype), state
 
 
+def naive_mamba1(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    doc_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(Δ_t A) ⊙ h_{t−1} + Δ_t x_t B_t, o_t = Σ_k C_t ⊙ h_t + D ⊙ x_t (arXiv 2312.00752, algorithm 2)."""
+    OPERATORS["mamba1"].check((x, dt, A_log, B, C, D, dt_bias), doc_ids)
+    assert scale in (None, 1.0), scale
+    dtype, given = accumulation_dtype(x.dtype), x.dtype
+    x, dt, A_log, B, C, D, dt_bias = (y.to(dtype) for y in (x, dt, A_log, B, C, D, dt_bias))
+    zero = x.new_zeros(x.shape[0], *A_log.shape)
+    if initial_state is not None:
+        check_state(initial_state, "initial_state", zero[..., None].shape)
+    h = zero if initial_state is None else initial_state.squeeze(-1).to(dtype)
+    restarts = [False] * x.shape[1] if doc_ids is None else find_restarts(doc_ids).tolist()
+    o = []
+    for x_t, dt_t, B_t, C_t, restart in zip(*(y.unbind(1) for y in (x, dt, B, C)), restarts, strict=True):
+        step = nn.functional.softplus(dt_t + dt_bias)[..., None]
+        h = (zero if restart else torch.exp(-step * A_log.exp()) * h) + step * x_t[..., None] * B_t[:, None]
+        o.append((h * C_t[:, None]).sum(-1) + D * x_t)
+    return torch.stack(o, dim=1).to(given), h[..., None]
+
+
 naive_gla = partial(_affine, "gla")
 
 
@@ -174,6 +205,7 @@ def naive_of(operator: Operator) -> Recurrence:
     known = OPERATORS.items()
     name = next(name for name, x in known if (x.one_token, x.dims) == (operator.one_token, operator.dims))
     others = {"short_conv": naive_short_conv, "unmasked": naive_unmasked, "hgrn": naive_hgrn, "gsa": naive_gsa}
+    others["mamba1"] = naive_mamba1
     return others.get(name, partial(_affine, name))
 
 

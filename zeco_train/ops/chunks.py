@@ -101,6 +101,29 @@ def merge_from_start(from_start: Tensor, block: int) -> None:
     later.mul_(earlier[..., -1:, :])
 
 
+def accumulate_in_chunks(states: Tensor, from_start: Tensor) -> None:
+    """Elementwise states of tokens [..., C, K], in place: each plus the decayed ones of the tokens before it.
+
+    `from_start` is the decays of tokens, [..., C, K], overwritten by those from the chunk's first token through each.
+    """
+    for block in block_sizes(states.shape[-2]):
+        earlier, later = halves(states, block)
+        later.addcmul_(halves(from_start, block)[1], earlier[..., -1:, :])
+        merge_from_start(from_start, block)
+
+
+def fold_chunks(own: Tensor, decays: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Elementwise states before each chunk, [N, ...], and after all, [...], from what each leaves, and its decay.
+
+    They start from zero, or from `start`.
+    """
+    before, state = torch.empty_like(own), torch.zeros_like(own[0]) if start is None else start
+    for n, (decay, x) in enumerate(zip(decays.unbind(0), own.unbind(0), strict=True)):
+        before[n] = state
+        state = torch.addcmul(x, decay, state)
+    return before, state
+
+
 def chunk_decays(g: Tensor, doc_ids: Tensor | None, dtype: torch.dtype) -> ChunkDecays:
     """The decays inside whole chunks, from g [B, T, H, K]."""
     from_start = token_decays(g, doc_ids, dtype)

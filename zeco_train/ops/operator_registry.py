@@ -6,6 +6,7 @@ from zeco_train.ops.delta import DELTA, GATED_DELTA, KDA
 from zeco_train.ops.gla import GLA
 from zeco_train.ops.gsa import GSA
 from zeco_train.ops.hgrn import HGRN
+from zeco_train.ops.mamba1 import MAMBA1
 from zeco_train.ops.scalar_decay import FIXED_DECAY, SCALAR_DECAY
 from zeco_train.ops.short_conv import SHORT_CONV
 from zeco_train.ops.unmasked import UNMASKED
@@ -21,6 +22,7 @@ OPERATORS = {
     "kda": KDA,
     "hgrn": HGRN,
     "gsa": GSA,
+    "mamba1": MAMBA1,
 }
 
 # What `verify` and `bench` take unless another is named.

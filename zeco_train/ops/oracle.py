@@ -137,8 +137,8 @@ class ExactTokens:
         return self._operator.oracle(**operands, scale=self._scale, initial_state=state)
 
     def _cut(self, tensors: Mapping[str, Tensor], a: int, b: int) -> dict[str, Tensor]:
-        # Those of a convolution's channels and of heads have no tokens.
-        return {name: x if name in ("weight", "bias", "log_decay") else x[:, a:b] for name, x in tensors.items()}
+        dims = self._operator.dims_of
+        return {name: x[:, a:b] if "T" in dims[name] else x for name, x in tensors.items()}
 
 
 def exact_results(operator: Operator, operands: Mapping[str, Tensor], do: Tensor) -> dict[str, Tensor]:

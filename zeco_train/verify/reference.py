@@ -183,5 +183,6 @@ class Expected:
 
 
 def _by_head(name: str, x: Tensor) -> Tensor:
-    dim = 0 if name in ("dweight", "dbias") else 1 if name in STATES else 2
+    # Gradients of operands without tokens begin with heads or channels.
+    dim = 1 if name in STATES else 0 if name == "dweight" or x.ndim < 3 else 2
     return x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]

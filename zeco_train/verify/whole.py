@@ -27,8 +27,13 @@ CONSTANTS = ("log_decay",)
 STATES = ("R", "D_in", "carry_out", "dcarry_in")
 # Softmax attention, as an `operator`: it has no state, and methods of its own in place of the backends.
 SOFTMAX = "softmax"
-# Operators with states along a causal sequence.
-VERIFIED = [name for name, operator in OPERATORS.items() if not (operator.state_is_halo or operator.reads_whole)]
+# Operators with states along a causal sequence, whose operands have tokens, or are constants.
+VERIFIED = [
+    name
+    for name, operator in OPERATORS.items()
+    if not (operator.state_is_halo or operator.reads_whole)
+    and all("T" in dims or operand in CONSTANTS for operand, dims in operator.dims_of.items())
+]
 
 # Starts of documents among `pieces` shards of t tokens each, in order: several inside of the first shard, and one over
 # all that follow but the last; at shards' first and last tokens; many in every shard, some of one token; one.

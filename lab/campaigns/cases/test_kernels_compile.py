@@ -53,6 +53,9 @@ COMPILED = {
     "gsa, sm_80": (80, torch.bfloat16, KernelCase("gsa", 512, (1, 2, 2, 64, 512), 0.2, (0, 70)), 8),
     "hgrn, sm_90": (90, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
     "hgrn, sm_80": (80, torch.bfloat16, KernelCase("hgrn", 150, (1, 2, 2, 64, 1), 0.2, (0, 70)), 4),
+    "mamba1, sm_90": (90, torch.bfloat16, KernelCase("mamba1", 150, (1, 1, 64, 16, 1), 0.2, (0, 70)), 4),
+    "mamba1, sm_90, fp32, many states": (90, torch.float32, KernelCase("mamba1", 150, (1, 1, 64, 64, 1)), 4),
+    "mamba1, sm_80": (80, torch.bfloat16, KernelCase("mamba1", 150, (1, 1, 64, 16, 1), 0.2, (0, 70)), 4),
 }
 
 

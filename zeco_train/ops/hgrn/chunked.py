@@ -22,11 +22,12 @@ from torch import Tensor
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.chunks import (
     ChunkDecays,
+    accumulate_in_chunks,
     block_sizes,
     chunk_log_decays,
+    fold_chunks,
     halves,
     merge_blocks,
-    merge_from_start,
     to_chunks,
     to_tokens,
     token_decays,
@@ -55,14 +56,11 @@ def _local_states(x: Tensor, g: Tensor, doc_ids: Tensor | None) -> _Local:
     dtype = accumulation_dtype(x.dtype)
     from_start = token_decays(g, doc_ids, dtype)
     inside = to_chunks(x, dtype).clone(memory_format=torch.contiguous_format)
-    for block in block_sizes(inside.shape[-2]):
-        earlier, later = halves(inside, block)
-        later.addcmul_(halves(from_start, block)[1], earlier[..., -1:, :])
-        merge_from_start(from_start, block)
+    accumulate_in_chunks(inside, from_start)
     log_decays = chunk_log_decays(g, doc_ids, dtype)
-    before, state = _fold(inside[..., -1, :], from_start[..., -1, :])
+    before, state = fold_chunks(inside[..., -1, :], from_start[..., -1, :])
     prefix, transition = _sums(log_decays)
-    return _Local(inside, from_start, before, prefix, state, transition)
+    return _Local(inside, from_start, before, prefix, state.unsqueeze(-1), transition)
 
 
 def _local_grads(do: Tensor, g: Tensor, doc_ids: Tensor | None) -> _Local:
@@ -79,18 +77,9 @@ def _local_grads(do: Tensor, g: Tensor, doc_ids: Tensor | None) -> _Local:
     log_decays = chunk_log_decays(g, doc_ids, dtype)
     # Each chunk's gradient with respect to the state before it.
     to_starts = from_start[..., 0, :] * inside[..., 0, :]
-    after, state = _fold(to_starts.flip(0), decays.total.flip(0))
+    after, state = fold_chunks(to_starts.flip(0), decays.total.flip(0))
     suffix, transition = _sums(log_decays.flip(0))
-    return _Local(inside, decays.to_end, after.flip(0), suffix.flip(0), state, transition)
-
-
-def _fold(own: Tensor, decays: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, B, H, K] → what the chunks before each one add up to, [N, B, H, K], and all of them, [B, H, K, 1]."""
-    before, state = torch.empty_like(own), torch.zeros_like(own[0])
-    for n, (decay, x) in enumerate(zip(decays.unbind(0), own.unbind(0), strict=True)):
-        before[n] = state
-        state = torch.addcmul(x, decay, state)
-    return before, state.unsqueeze(-1)
+    return _Local(inside, decays.to_end, after.flip(0), suffix.flip(0), state.unsqueeze(-1), transition)
 
 
 def _sums(log_decays: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,31 +33,32 @@ from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
 
 
 @jit
-def _append(rows, row):
+def append(rows, row):
+    """The tuple with one more member."""
     return rows + (row,)  # noqa: RUF005, Triton has no unpacking
 
 
 @jit
-def _load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
+def load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
     """Rows of tokens from `start` on, in fp32; zeros after the last token."""
     rows = ()
     for row in tl.static_range(ROWS):
         token = start + row
-        rows = _append(rows, tl.load(x + token * C, mask=columns & (token < T), other=0.0).to(tl.float32))
+        rows = append(rows, tl.load(x + token * C, mask=columns & (token < T), other=0.0).to(tl.float32))
     return rows
 
 
 @jit
 def _load_log_decays(g, doc_ids, start, T, C, columns, ROWS: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Rows of log-decays, −inf at restarts; zeros after the last token."""
-    rows = _load_rows(g, start, T, C, columns, ROWS)
+    rows = load_rows(g, start, T, C, columns, ROWS)
     if DOCUMENTS:
         marked = ()
         before = tl.load(doc_ids + start - 1, mask=start > 0, other=0)
         for row in tl.static_range(ROWS):
             piece = tl.load(doc_ids + start + row, mask=start + row < T, other=0)
             # There is none after the last token, where doc_ids count as 0.
-            marked = _append(marked, tl.where(piece > before, float("-inf"), rows[row]))
+            marked = append(marked, tl.where(piece > before, float("-inf"), rows[row]))
             before = piece
         rows = marked
     return rows
@@ -89,7 +90,7 @@ def summaries_kernel(
     steps = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)
     for step in range(steps):
         start = first + (steps - 1 - step) * ROWS if REVERSE else first + step * ROWS
-        values = _load_rows(x + offset, start, T, C, columns, ROWS)
+        values = load_rows(x + offset, start, T, C, columns, ROWS)
         logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
         for row in tl.static_range(ROWS):
             if REVERSE:
@@ -126,8 +127,8 @@ def starts_kernel(
     steps = tl.cdiv(runs, ROWS)
     for step in range(steps):
         start = (steps - 1 - step) * ROWS if REVERSE else step * ROWS
-        own = _load_rows(states + offset, start, runs, C, columns, ROWS)
-        logs = _load_rows(log_decays + offset, start, runs, C, columns, ROWS)
+        own = load_rows(states + offset, start, runs, C, columns, ROWS)
+        logs = load_rows(log_decays + offset, start, runs, C, columns, ROWS)
         for row in tl.static_range(ROWS):
             if REVERSE:
                 at, x, log = start + (ROWS - 1 - row), own[ROWS - 1 - row], logs[ROWS - 1 - row]
@@ -142,7 +143,7 @@ def starts_kernel(
 
 
 @jit
-def _true_end(states, log_decays, other, batch, channels, columns, C):
+def true_end(states, log_decays, other, batch, channels, columns, C):
     """What a run starts from, or ends with: from this rank's other runs and from the other ranks."""
     of_run = (batch * tl.num_programs(1) + tl.program_id(1)) * C + channels
     own = tl.load(states + of_run, mask=columns, other=0.0)
@@ -173,10 +174,10 @@ def outputs_kernel(
     batch = tl.program_id(2).to(tl.int64)
     columns = channels < C
     offset = batch * T * C + channels
-    state = _true_end(starts, prefix, incoming, batch, channels, columns, C)
+    state = true_end(starts, prefix, incoming, batch, channels, columns, C)
     for start in range(first, tl.minimum(first + run, T), ROWS):
         tl.store(states + (batch * tl.cdiv(T, ROWS) + start // ROWS) * C + channels, state, mask=columns)
-        values = _load_rows(x + offset, start, T, C, columns, ROWS)
+        values = load_rows(x + offset, start, T, C, columns, ROWS)
         logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
         for row in tl.static_range(ROWS):
             state = tl.exp(logs[row]) * state + values[row]
@@ -209,19 +210,19 @@ def grads_kernel(
     batch = tl.program_id(2).to(tl.int64)
     columns = channels < C
     offset = batch * T * C + channels
-    grad = _true_end(ends, suffix, incoming, batch, channels, columns, C)
+    grad = true_end(ends, suffix, incoming, batch, channels, columns, C)
     steps = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)
     for step in range(steps):
         start = first + (steps - 1 - step) * ROWS
-        values = _load_rows(x + offset, start, T, C, columns, ROWS)
+        values = load_rows(x + offset, start, T, C, columns, ROWS)
         logs = _load_log_decays(g + offset, doc_ids, start, T, C, columns, ROWS, DOCUMENTS)
-        output_grads = _load_rows(do + offset, start, T, C, columns, ROWS)
+        output_grads = load_rows(do + offset, start, T, C, columns, ROWS)
         of_step = (batch * tl.cdiv(T, ROWS) + start // ROWS) * C + channels
         state = tl.load(states + of_step, mask=columns, other=0.0)
         decays, decayed = (), ()
         for row in tl.static_range(ROWS):
-            decays = _append(decays, tl.exp(logs[row]))
-            decayed = _append(decayed, decays[row] * state)
+            decays = append(decays, tl.exp(logs[row]))
+            decayed = append(decayed, decays[row] * state)
             state = decayed[row] + values[row]
         for row in tl.static_range(ROWS):
             token = start + (ROWS - 1 - row)
@@ -238,10 +239,11 @@ WALK = RunOptions(rows=16, channels=64, programs=4096, shortest=64)
 _JOINED, _CHANNELS = 32, 32
 
 
-class _Summaries(NamedTuple):
-    # Runs of a rank's tokens joined from a zero start, or in reverse from a zero end; fp32.
-    starts: Tensor  # [B, runs, C], what each starts from, or ends with
-    log_decays: Tensor  # [B, runs, C], of all runs before it, or after it
+class Summaries(NamedTuple):
+    """Runs of a rank's tokens joined from a zero start, or in reverse from a zero end; fp32."""
+
+    starts: Tensor  # [B, runs, H, K], what each starts from, or ends with
+    log_decays: Tensor  # [B, runs, H, K], of all runs before it, or after it
     state: Tensor  # [B, H, K, 1], S_loc or D_loc
     log_decay: Tensor  # [B, H, K], of all tokens
 
@@ -253,20 +255,27 @@ def _states_shape(x: Tensor) -> tuple[int, int, int]:
 
 
 # Of the runs of x, in reverse of do, joined; all tensors are contiguous here, g is fp32.
-def _summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -> _Summaries:
+def _summaries(x: Tensor, g: Tensor, doc_ids: Tensor | None, *, reverse: bool) -> Summaries:
     B, T, H, K = x.shape
     C, run = H * K, WALK.run(B, T, H * K)
     runs = cdiv(T, run)
-    starts, log_decays = torch.empty(2, B, runs, C, dtype=torch.float32, device=x.device)
-    state, log_decay = torch.empty(2, B, H, K, dtype=torch.float32, device=x.device)
+    starts, log_decays = torch.empty(2, B, runs, H, K, dtype=torch.float32, device=x.device)
     summaries_kernel[(cdiv(C, WALK.channels), runs, B)](
         x, g, doc_ids, starts, log_decays, run, T, C,
         ROWS=WALK.rows, BC=WALK.channels, DOCUMENTS=doc_ids is not None, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
-    starts_kernel[(cdiv(C, _CHANNELS), B)](
-        starts, log_decays, state, log_decay, runs, C, ROWS=_JOINED, BC=_CHANNELS, REVERSE=reverse, num_warps=1,
+    return joined_runs(starts, log_decays, reverse=reverse)
+
+
+def joined_runs(states: Tensor, log_decays: Tensor, *, reverse: bool) -> Summaries:
+    """Join the runs' own states, or gradients, and log-decays [B, runs, H, K], which are overwritten."""
+    B, runs, H, K = states.shape
+    state, log_decay = torch.empty(2, B, H, K, dtype=torch.float32, device=states.device)
+    starts_kernel[(cdiv(H * K, _CHANNELS), B)](
+        states, log_decays, state, log_decay, runs, H * K,
+        ROWS=_JOINED, BC=_CHANNELS, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
-    return _Summaries(starts, log_decays, state.unsqueeze(-1), log_decay)
+    return Summaries(states, log_decays, state.unsqueeze(-1), log_decay)
 
 
 # All before the scan is needed for it: nothing overlaps it.

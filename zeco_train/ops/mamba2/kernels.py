@@ -25,6 +25,15 @@ def _slope(x, sigmoid):
 
 
 @jit
+def softplus(x):
+    """log(1 + exp(x)), to the last digits of a small one."""
+    y = tl.exp(-tl.abs(x))
+    total = 1.0 + y
+    log = tl.where(total == 1.0, y, tl.log(total) * (y / tl.where(total == 1.0, 1.0, total - 1.0)))
+    return tl.maximum(x, 0.0) + log
+
+
+@jit
 def _load(tensor, place, inside):
     return tl.load(tensor + place, mask=inside, other=0.0).to(tl.float32)
 
@@ -34,11 +43,7 @@ def _steps(logits, decay, row, head, inside, logits_n, least, most, H: tl.conste
     """Logits l + dt_bias, their softplus, dt, and −exp(A_log): [BR, BH], and [1, BH]."""
     shifted = _load(logits, row.to(tl.int64)[:, None] * logits_n + head, inside)
     shifted += _load(decay, head, head < H)[None, :]
-    # log(1 + y) for y <= 1, to the last digits of a small one
-    y = tl.exp(-tl.abs(shifted))
-    total = 1.0 + y
-    log = tl.where(total == 1.0, y, tl.log(total) * (y / tl.where(total == 1.0, 1.0, total - 1.0)))
-    raw = tl.maximum(shifted, 0.0) + log
+    raw = softplus(shifted)
     rate = -tl.exp(_load(decay, H + head, head < H))[None, :]
     return shifted, raw, tl.minimum(tl.maximum(raw, least), most), rate
 
