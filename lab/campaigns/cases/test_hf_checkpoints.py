@@ -38,6 +38,12 @@ OF_FLA: dict[str, tuple[str, dict[str, Any]]] = {
     "gla, no gate, tied": ("gla", {"use_output_gate": False, "clamp_min": -0.3, "tie_word_embeddings": True}),
     "retnet, tied": ("retnet", {"num_heads": 2, "tie_word_embeddings": True, "hidden_ratio": None}),
     "hgrn": ("hgrn", {}),
+    "gsa": ("gsa", {"num_heads": 4, "num_slots": 5}),
+    "gsa, groups, as many slots as channels": (
+        "gsa",
+        {"num_heads": 4, "num_kv_heads": 2, "num_slots": None, "feature_map": "relu", "gate_logit_normalizer": 3},
+    ),
+    "hybrid of gsa": ("gsa", {"num_heads": 4, "num_slots": 5, "attn": {**ATTENTION, "layers": [1]}}),
     "hgrn of another width, unfused": ("hgrn", {"expand_ratio": 2, **UNFUSED}),
     "hgrn2 by heads, unfused": (
         "hgrn2",

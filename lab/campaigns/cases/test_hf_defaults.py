@@ -32,6 +32,7 @@ FILES: dict[str, list[dict[str, Any]]] = {
         {"expand_ratio": None, "num_heads": 8},
         {"hidden_size": 256, "expand_ratio": 64, "num_heads": 4, "hidden_ratio": None},
     ],
+    "gsa": [{}, {"hidden_size": 512, "num_slots": None}, {"num_heads": 8, "num_kv_heads": 2, "hidden_ratio": None}],
     "linear_attn": [{}, {"hidden_size": 512, "expand_v": 2.0}, {"num_heads": 8, "hidden_ratio": 2}],
     "gated_deltanet": [{}, {"num_v_heads": 12, "head_dim": 64}, {"use_gate": False, "hidden_ratio": None}],
     "delta_net": [{}, {"hidden_size": 512, "expand_v": 2.0}, {"num_heads": 8, "use_gate": True}],
