@@ -243,6 +243,14 @@ def test_batches_and_arguments_that_would_be_wrong_are_refused_by_name(rank: int
             model(**arguments)
     with pytest.raises(AttachError, match="outside"):
         model.model(ids)
+    with pytest.raises(AttachError, match="attached already"):
+        attach(model)
+    import transformers
+
+    settings = attach_models.MODELS["qwen3"].sizes
+    pooled: Any = transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**settings, pad_token_id=0))
+    with pytest.raises(AttachError, match="logits"):
+        pooled(**attach(pooled).shard({"input_ids": ids}))
     with pytest.raises(ZecoError, match="attention"):
         attach(model, attention="flash")
 

@@ -290,7 +290,7 @@ def compare(
     size = dist.get_world_size()
     with InDouble():
         alone = build()
-        wanted = sum(_run_alone(alone, batch, documents) for batch in batches)
+        wanted = sum(run_alone(alone, batch, documents) for batch in batches)
         model = build()
         names = [*model.state_dict()]
         attached = attach(model, attention=attention)
@@ -316,7 +316,8 @@ def compare(
     return Errors(abs(float(found) - wanted) / abs(wanted), errors[worst], worst)
 
 
-def _run_alone(model: Any, batch: Mapping[str, Tensor], documents: Sequence[Sequence[int]] | None) -> float:
+def run_alone(model: Any, batch: Mapping[str, Tensor], documents: Sequence[Sequence[int]] | None) -> float:
+    """The loss of whole rows, or of each document alone, with its gradients in the model's parameters."""
     if documents is None:
         loss = model(**batch, use_cache=False).loss
         loss.backward()

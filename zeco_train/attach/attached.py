@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -87,6 +87,9 @@ class Attached:
     def __init__(
         self, model: nn.Module, group: ProcessGroup | None, attention: AttentionChoice, timeout: timedelta
     ) -> None:
+        hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+        if any(isinstance(getattr(hook, "__self__", None), Attached) for hook in hooks):
+            raise AttachError(f"{type(model).__name__}: is attached already; call `detach` first")
         self.model = model
         self.attached = find_layers(model)
         self.layers = {
@@ -190,9 +193,9 @@ class Attached:
             self._undo.append(undo)
         self._hook(self.model, self._enter, self._leave)
         # Not by use_cache=False in each call: some forward functions do not take it, but pass it on.
-        configs = [module.config for module in self.model.modules() if hasattr(module, "config")]
+        configs: list[Any] = [module.config for module in self.model.modules() if hasattr(module, "config")]
         configs += [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
-        wanted = [("use_cache", False)]
+        wanted: list[tuple[str, Any]] = [("use_cache", False)]
         if self.layers["softmax"]:
             register()
             wanted.append(("_attn_implementation", IMPLEMENTATION))
@@ -221,7 +224,7 @@ class Attached:
             frame.layer.calls += 1
             return replacement(frame, own, *args, **kwargs)
 
-        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        module.forward = MethodType(forward, module)
         self._undo.append(lambda: vars(module).pop("forward"))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -240,6 +243,8 @@ class Attached:
             raise AttachError(f"{type(module).__name__}: takes {len(args)} arguments by position, expected names")
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            raise AttachError("input_ids: missing, and inputs_embeds, too")
         self._check_position(position, tokens)
         check_labels(self._root, self._names, kwargs)
         positions = kwargs.get("position_ids")
@@ -251,18 +256,21 @@ class Attached:
         push(Frame(Pass(position, self._over, positions, labels, kwargs.pop("attention_mask", None), state)))
         return args, kwargs
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         frame = current()
         if frame is None or self._is_off or frame.of.over is not self._over:
             return
         pop(within=frame.of)
         for generator, state in frame.of.random_state or ():
             generator.set_state(state)
+        logits, tokens = getattr(output, "logits", None), frame.of.position.num_tokens
+        if isinstance(logits, torch.Tensor) and (logits.dim() < 3 or logits.shape[1] != tokens):
+            problem = f"logits {list(logits.shape)} are not of the {tokens} tokens of a rank"
+            raise AttachError(f"{type(module).__name__}: {problem}, but of some of all ranks'")
 
-    def _check_position(self, position: Any, tokens: Any) -> None:
-        if tokens is None or tokens.shape[1] != position.num_tokens:
-            found = "none" if tokens is None else tokens.shape[1]
-            raise AttachError(f"input_ids: {found} tokens, the slice has {position.num_tokens}")
+    def _check_position(self, position: Any, tokens: torch.Tensor) -> None:
+        if tokens.shape[1] != position.num_tokens:
+            raise AttachError(f"input_ids: {tokens.shape[1]} tokens, the slice has {position.num_tokens}")
         if (position.rank, len(position.bounds)) != (self.rank, self.size + 1):
             of = f"rank {position.rank} of {len(position.bounds) - 1}"
             raise AttachError(f"{POSITION}: of {of}, this is rank {self.rank} of {self.size}")
@@ -274,9 +282,7 @@ class Attached:
                 function = vars(module).get(name)
                 if callable(function) and not isinstance(function, Checkpoint):
                     setattr(module, name, Checkpoint(function))
-                    self._undo.append(
-                        lambda module=module, name=name, function=function: setattr(module, name, function)
-                    )
+                    self._undo.append(partial(setattr, module, name, function))
 
 
 # Ranks whose generators are alike would drop the same places of different tokens. The numbers after the pass are those

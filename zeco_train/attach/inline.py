@@ -83,5 +83,9 @@ def inline_of(layer: Layer) -> Callable[..., Any] | None:
 
 
 def digest_of(kind: type) -> str:
-    """Of the text of a class."""
-    return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
+    """Of the text of a class; empty if the text is not there."""
+    try:
+        text = inspect.getsource(kind)
+    except OSError:
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

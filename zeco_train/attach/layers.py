@@ -95,6 +95,8 @@ def _is_foreign(module: nn.Module) -> bool:
 def _unknown_call(module: nn.Module, names: set[str]) -> str | None:
     if not _is_foreign(module):
         return None
+    if class_of(module).__name__.endswith("Indexer"):
+        return "selects the keys that queries read, from one rank's"
     space = getattr(forward_of(module), "__globals__", {})
     for name in sorted(names - ANSWERS.keys() - SOFTMAX.keys() - _STEPS):
         place = str(getattr(space.get(name), "__module__", ""))

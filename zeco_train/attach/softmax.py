@@ -65,7 +65,8 @@ def attention(
         raise frame.layer.error(f"a window of {sliding_window} keys, where its mask has {window}")
     if query.shape[2] != key.shape[2]:
         raise frame.layer.error(f"{query.shape[2]} queries read {key.shape[2]} keys: a cache, or other tokens")
-    return attend(frame, *(x.transpose(1, 2) for x in (query, key, value)), scaling, window), None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attend(frame, q, k, v, scaling, window), None
 
 
 def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
