@@ -111,7 +111,7 @@ class GatedSlotAttention(OperatorMixer):
         # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
         wide = accumulation_dtype(x.dtype)
         g = F.logsigmoid(logits.to(wide)) / self.gate_logit_normalizer
-        operands = k, F.silu(v), (-torch.expm1(g)).to(x.dtype), g
+        operands: tuple[Tensor, ...] = k, F.silu(v), (-torch.expm1(g)).to(x.dtype), g
         if self.num_kv_groups > 1:
             operands = tuple(y.repeat_interleave(self.num_kv_groups, dim=-2) for y in operands)
         k, v, s, g = operands
