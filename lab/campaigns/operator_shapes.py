@@ -160,7 +160,8 @@ def _case(
     return Case(
         operator, 1 if documents else rng.choice((1, 2)), T, G, H, K, V, dtype,
         rng.choice(DECAYS) if operator in (*GATED, "mamba1") else "none",
-        rng.choice(LAYOUTS), documents, rng.choice((0, 1)), rng.choice(("kept", "one")), rng.choice((0.0, 0.5, 1.0, 2.0)), rng.randint(0, 1 << 30),
+        rng.choice(LAYOUTS), documents, rng.choice((0, 1)), rng.choice(("kept", "one")),
+        rng.choice((0.0, 0.5, 1.0, 2.0)), rng.randint(0, 1 << 30),
     )  # fmt: skip
 
 
