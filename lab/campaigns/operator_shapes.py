@@ -257,7 +257,7 @@ def inputs(case: Case) -> dict[str, Tensor]:
         state = (B, 1, width - 1, channels)
     elif case.operator == "mamba1":
         # K channels of V states; the rates of A are of the case's kind, at time steps of about 1.
-        shapes = dict.fromkeys(("x", "dt", "do"), (B, T, K)) | dict.fromkeys("BC", (B, T, V))
+        shapes = {"x": (B, T, K), "dt": (B, T, K), "do": (B, T, K), "B": (B, T, V), "C": (B, T, V)}
         found = {name: normal(*shape).to(dtype) for name, shape in shapes.items()}
         a_log = {"none": -50.0, "weak": -3.0, "strong": 4.0, "vanishing": 5.0, "resets": 0.0, "erased": 20.0}
         initial = torch.arange(1, V + 1, device=DEVICE).log().expand(K, V)

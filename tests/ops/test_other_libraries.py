@@ -30,6 +30,16 @@ o, end = torch_chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, out
 found = torch.autograd.grad([o, end], leaves, [do, grad])
 torch.save([o.detach(), end.detach(), *found], sys.argv[2])
 """
+# Their scan of Mamba by tokens: x, dt, B and C are [B, D, T], and rounded to fp32 inside.
+_THEIR_SCAN = """
+import sys, torch
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+leaves, do = torch.load(sys.argv[1])
+x, dt, A_log, B, C, D, bias = leaves = [x.requires_grad_() for x in leaves]
+tensors = x.mT, dt.mT, -A_log.exp(), B.mT, C.mT
+o = mamba_selective_scan(*tensors, D=D, delta_bias=bias, delta_softplus=True).mT
+torch.save([o.detach(), *torch.autograd.grad(o, leaves, do)], sys.argv[2])
+"""
 
 
 def test_weak_and_strong_decays_of_hgrn_have_all_digits() -> None:
@@ -123,3 +133,19 @@ def test_rule_and_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
     for name, x in theirs.items():
         assert (ours[name] - x).norm() <= TOLERANCE * x.norm(), name
         assert (x - exact[name]).norm() <= TOLERANCE * exact[name].norm(), name
+
+
+@pytest.mark.slow
+def test_selective_scan_and_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
+    """In fp64, of operands without other digits than fp32 has; over simulated ranks."""
+    values = {key: x.float().double() for key, x in make("mamba1", 150, B=2, H=6, K=5).items()}
+    values |= {key: torch.zeros_like(values[key]) for key in ("carry_in", "dcarry_out")}
+    given, results = tmp_path / "given.pt", tmp_path / "results.pt"
+    torch.save(([*operands_of("mamba1", values).values()], values["do"]), given)
+    in_transformers(_THEIR_SCAN, str(given), str(results))
+    ours = sharded("mamba1", values, [0, 30, 128, 150])
+    names = ("o", *(f"d{name}" for name in operands_of("mamba1", values)))
+    for name, theirs in zip(names, torch.load(results), strict=True):
+        # Gradients of what they round are rounded.
+        limit = 1e-6 if name in ("dx", "dB") else 1e-12
+        assert (ours[name] - theirs).norm() <= limit * theirs.norm(), name
