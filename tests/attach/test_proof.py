@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.attach_models import build, hide_fla, make_batch
 from tests.support.distributed import on_ranks
-from zeco_train.attach import attach, verify
+from zeco_train.attach import AttachError, attach, verify
 from zeco_train.errors import ConfigError
 
 TOKENS = 150
@@ -144,3 +144,26 @@ def test_olmo_hybrids_30_heads_over_4_ranks(rank: int, size: int) -> None:
     assert list(proof.layers.values()) == ["OlmoHybridGatedDeltaNet", "OlmoHybridAttention"]
     with pytest.raises(ConfigError, match="30"):
         verify(attach(model, attention="ulysses"), make_batch(1, 70))
+
+
+@pytest.mark.numeric
+@on_ranks(2)
+def test_other_batches_and_models_have_proofs(rank: int, size: int) -> None:
+    model = qwen().float()
+    padded = make_batch(2, 40)
+    padded["attention_mask"] = torch.ones(2, 40, dtype=torch.int64)
+    for name, value in (("attention_mask", 0), ("labels", -100)):
+        padded[name][1, 25:] = value
+    attached = attach(model)
+    for batch in (padded, {"input_ids": padded["input_ids"]}, make_batch(1, size)):
+        assert not (problems := verify(attached, batch).problems), problems
+    # While a step accumulates gradients, with checkpoints.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**attached.shard(make_batch(1, 30))).loss.backward()
+    before = {name: x.grad.clone() for name, x in model.named_parameters()}
+    assert verify(attached, make_batch(1, 40)).is_exact
+    assert all(torch.equal(x.grad, before[name]) for name, x in model.named_parameters())
+    with pytest.raises(AttachError, match="labels"):
+        verify(attached, {**make_batch(1, 9), "labels": torch.full((1, 9), -100)})
+    with pytest.raises(AttachError, match="group"):
+        verify(qwen(), make_batch(1, 9))

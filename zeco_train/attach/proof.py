@@ -36,7 +36,8 @@ from zeco_train.verify.own_ranks import OwnRanksError, rows_of_own_ranks
 # Largest error of a loss, output or gradient in fp64, relative to its norm.
 EXACT = 1e-9
 # In the model's dtype, times the error of one device: two orders of the same sums. Of a parameter with few elements
-# one device may be right by chance, so an error as large as the median over all parameters is no fault either.
+# one device may be right by chance, so an error as large as the median over all parameters is no fault either. Six
+# classes of transformers in bf16 over 2 ranks had up to 2.4 times.
 NOISE = 4.0
 # A gradient of a smaller norm, relative to the largest, is measured by that: it is a difference of larger terms.
 _SMALLEST = 1e-3
@@ -146,7 +147,8 @@ def verify(
 
     Each rank computes whole sequences, too, in the model's dtype and in fp64: take a short one, which needs the memory
     of a training step in fp64 on each device. Dropout is off meanwhile; parameters, gradients and buffers are left as
-    they were. Packed documents are compared with one pass for each document, without the routers' loss.
+    they were. Packed documents are compared with one pass for each document, without the routers' loss. Gradient
+    checkpointing takes part in the model's dtype only.
 
     Args:
         model: attached, or else attached for the time of the call. Not inside DDP or FSDP.
@@ -214,7 +216,7 @@ def _prove(
     hand_in: Callable[[Any], None],
 ) -> None:
     try:
-        model = make().train()
+        model: Any = make().train()
         attached = attach(model, dist.group.WORLD, timeout=timeout)
         vocabulary = model.get_input_embeddings().num_embeddings
         for has_documents in documents:
@@ -255,7 +257,8 @@ class _Wide(TorchFunctionMode):
         def wide(x: Any) -> Any:
             return torch.float64 if x is torch.float32 else x
 
-        func = Tensor.double if func is Tensor.float else func
+        if func is Tensor.float:
+            return args[0].double()
         return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
 
 
@@ -283,6 +286,8 @@ class _Verification:
             raise AttachError("verify: parameters are sharded; verify the model before FSDP")
         self.batch = {"labels": batch["input_ids"], **batch}
         self.part = attached.shard(self.batch, documents=documents, lengths=lengths)
+        if not self.part["num_items_in_batch"]:
+            raise AttachError("labels: a batch without any compares nothing")
         self.position: SequencePosition = self.part[POSITION]
         self.classes = {name: type(module).__name__ for name, module in self.model.named_modules()}
         handled = {name for names in attached.layers.values() for name in names}
@@ -372,6 +377,10 @@ class _Verification:
                 hook.remove()
 
     def _finish(self, run: _Run) -> _Run:
+        # What a module makes of padding reaches no token.
+        if (is_token := self.part.get("attention_mask")) is not None:
+            for x in (*run.outputs.values(), *run.passed_back.values()):
+                x[~is_token.bool()] = 0.0
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 grad = parameter.grad
@@ -391,13 +400,21 @@ class _Verification:
                     mine[key] = [each.norm().item() ** 2 for each in pairs]
             squares = self._summed(mine)
             largest = max((math.sqrt(wanted) for _, wanted, _ in squares.values()), default=0.0)
-            scales = {key: max(math.sqrt(s[1]), floor * largest, 1e-300) for key, s in squares.items()}
+            scales = {key: max(math.sqrt(s[1]), floor * largest) or 1e-300 for key, s in squares.items()}
             found = {key: (math.sqrt(s[0]) / scales[key], math.sqrt(s[2]) / scales[key]) for key, s in squares.items()}
             typical = statistics.median(one for _, one in found.values()) if found else 0.0
-            return [Deviation(_named(key), error, allowed(one, typical), one) for key, (error, one) in found.items()]
+            # Of a gradient near 0 there is rounding of terms that are as large as others' gradients.
+            left = {
+                key: 0.25 / floor if floor and math.sqrt(squares[key][1]) < scale else 0.0
+                for key, scale in scales.items()
+            }
+            return [
+                Deviation(_named(key), error, allowed(max(one, typical), left[key]), one)
+                for key, (error, one) in found.items()
+            ]
 
-        def allowed(one: float, typical: float = 0.0) -> float:
-            return EXACT if is_fp64 else max(NOISE * max(one, typical), 4 * torch.finfo(dtype).eps)
+        def allowed(one: float, left: float = 0.0) -> float:
+            return EXACT if is_fp64 else max(NOISE * one, 4 * torch.finfo(dtype).eps * max(1.0, left))
 
         def first_wrong(of: list[Deviation]) -> Deviation | None:
             wrong = next((each for each in of if each.is_wrong), None)
@@ -454,26 +471,21 @@ def _first_tensor(output: Any) -> Tensor | None:
 def _prepared(model: nn.Module, *, has_documents: bool) -> Iterator[None]:
     """Without dropout and gradients; afterwards all of the model is as it was."""
     with contextlib.ExitStack() as stack:
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-
         for parameter in model.parameters():
-            put(parameter, "grad", None)
+            _put(stack, parameter, "grad", None)
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
-                put(module, "p", 0.0)
+                _put(stack, module, "p", 0.0)
             for name, value in list(vars(module).items()):
                 if isinstance(value, float) and ("dropout" in name or "jitter" in name):
-                    put(module, name, 0.0)
+                    _put(stack, module, name, 0.0)
             for name, value in list(module._buffers.items()):
                 stack.callback(module._buffers.__setitem__, name, value)
                 module._buffers[name] = None if value is None else value.clone()
         config = getattr(model, "config", None)
         # A balancing loss of each document is not the loss of all of them.
         if has_documents and getattr(config, "output_router_logits", False):
-            put(config, "output_router_logits", False)
+            _put(stack, config, "output_router_logits", False)
         yield
 
 
@@ -501,19 +513,25 @@ def _in_double(model: nn.Module) -> Iterator[None]:
     """In fp64, with all that the model casts to fp32."""
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    # Grouped products of experts take no fp64.
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    experts = [(x, x._experts_implementation) for x in configs if hasattr(x, "_experts_implementation")]
-    try:
-        for config, _ in experts:
-            config._experts_implementation = "eager"
-        model.double()
-        with _Wide():
-            yield
-    finally:
-        for parameter, data in kept:
-            parameter.data = data
-        for module, before in buffers:
-            module._buffers.update(before)
-        for config, implementation in experts:
-            config._experts_implementation = implementation
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            # Grouped products of experts take no fp64.
+            if hasattr(config := getattr(module, "config", None), "_experts_implementation"):
+                _put(stack, config, "_experts_implementation", "eager")
+            # What a checkpoint computes again, it computes without the mode.
+            if getattr(module, "gradient_checkpointing", False):
+                _put(stack, module, "gradient_checkpointing", False)
+        try:
+            model.double()
+            with _Wide():
+                yield
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
+            for module, before in buffers:
+                module._buffers.update(before)
+
+
+def _put(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
