@@ -216,7 +216,7 @@ def _prove(
     hand_in: Callable[[Any], None],
 ) -> None:
     try:
-        model = make().train()
+        model: Any = make().train()
         attached = attach(model, dist.group.WORLD, timeout=timeout)
         vocabulary = model.get_input_embeddings().num_embeddings
         for has_documents in documents:
@@ -257,7 +257,8 @@ class _Wide(TorchFunctionMode):
         def wide(x: Any) -> Any:
             return torch.float64 if x is torch.float32 else x
 
-        func = Tensor.double if func is Tensor.float else func
+        if func is Tensor.float:
+            return args[0].double()
         return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
 
 
