@@ -342,7 +342,8 @@ def drop_a_state(attached: Any) -> None:
         for scan in (over.exchange.states, over.exchange.halo):
             _drop_first(scan, seen)
     else:
-        over.for_softmax = lambda *_: over.exchange.replaced(attention=LocalAttention())
+        alone = over.exchange.replaced(attention=LocalAttention())
+        over.for_softmax = lambda *_: alone
 
 
 def _drop_first(scan: Any, seen: list[Any]) -> None:
