@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.all_scan_protocol import Memory, Model, ProtocolError, Step, Steps
+from lab.all_scan_protocol import Memory, Model, ProtocolError, Steps
 from zeco_train.collectives.arena import Allocate, allocate_symmetric
 
 CTAS, WARPS, ROWS = 32, 8, 16
@@ -55,7 +55,7 @@ class Shuffles(Model):
     def __init__(self, ranks: int, kernels: list[Any], mutations: tuple[str, ...], seed: int) -> None:
         super().__init__(ranks, kernels, mutations, seed)
         slots = {kernel.slot for kernel in kernels}
-        self.memory = {(rank, slot): Memory() for rank in range(ranks) for slot in slots}  # type: ignore[misc]
+        self.memory = {(rank, slot): Memory() for rank in range(ranks) for slot in slots}
 
     def kernel(self, rank: int, call: Any) -> list[Steps]:
         body = self.send if call.name == "send" else self.receive
@@ -74,7 +74,7 @@ class Shuffles(Model):
                 yield None
         self.advance(own, epoch, call)
 
-    def receive(self, rank: int, call: Any, cta: int) -> Iterator[Step]:
+    def receive(self, rank: int, call: Any, cta: int) -> Steps:
         own = self.memory[rank, call.slot]
         epoch = own.epoch
         yield None
@@ -265,9 +265,9 @@ def _results(ranks: int, rank: int, device: torch.device, seed: int, lengths: li
     span, found = Span(bounds[rank], bounds[rank + 1], None, None), []
     for _ in range(3):
         q, k, v, do = (tensor() for _ in range(4))
-        attended, *kept = (found_ := method.forward(q, k, v, span, bounds, 1.0))[:2], *found_[2:]
-        q, k, v, o = kept or (q, k, v, attended[0])
-        found += [attended[0], *method.backward(do, q, k, v, Attended(o, attended[1]), span, bounds, 1.0)]
+        own_o, lse, *kept = method.forward(q, k, v, span, bounds, 1.0)
+        q, k, v, o = kept or (q, k, v, own_o)
+        found += [own_o, *method.backward(do, q, k, v, Attended(o, lse), span, bounds, 1.0)]
     return found
 
 

@@ -76,7 +76,8 @@ def by_kernels(rank: int, world_size: int, seed: int, seconds: float) -> int:
         # The defaults of its fields: so that arenas grow.
         least.__new__.__defaults__ = (1,) * len(least._fields)
     lanes, common, own = [Lane(reverse) for reverse in (False, True)], random.Random(seed), random.Random(rank)
-    lane, count, until, pending, goes_on = lanes[0], 0, time.monotonic() + seconds, [], True
+    lane, count, until, goes_on = lanes[0], 0, time.monotonic() + seconds, True
+    pending: list[tuple[Any, ...]] = []
     size, late = 3, world_size
     while goes_on:
         if not pending:
@@ -99,7 +100,7 @@ def by_kernels(rank: int, world_size: int, seed: int, seconds: float) -> int:
             pairs.transitions = pairs.transitions.mT.contiguous().mT
         if own.random() < 0.3:
             time.sleep(0.1 * own.random())
-        scan = pairs.launch(lane, name, rank, "cpu", want_carry)  # type: ignore[arg-type]
+        scan = pairs.launch(lane, name, rank, "cpu", want_carry)
         case = f"scan {count}: {name} {shape} {dtype} {lane.reverse=} {matrices=} {with_carry=} {want_carry=}"
         pending.append((pairs, scan, want_carry, case))
         count += 1

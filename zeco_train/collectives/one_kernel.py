@@ -93,8 +93,8 @@ def _tile_columns(key_dim: int, value_dim: int, matrices: bool, tuning: KernelTu
 
 def matrix_copies(load: Load) -> int:
     """How often `two_shot`'s kernel sends a head's matrix: with each tile."""
-    columns = _tile_columns(*load.shape[2:], True, TWO_SHOT_KERNEL.of_matrices)
-    return -(-load.shape[3] // columns)
+    key_dim, value_dim = load.shape[2:]
+    return -(-value_dim // _tile_columns(key_dim, value_dim, True, TWO_SHOT_KERNEL.of_matrices))
 
 
 def _two_shot_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: int | None) -> Partition:

@@ -189,7 +189,7 @@ def _mix(
 
 
 def _outputs_beside(aside: list[Tensor]) -> list[Tensor]:
-    return [linear(*aside[:2], aside[2:])] if aside else []
+    return [linear(aside[0], aside[1], aside[2:])] if aside else []
 
 
 # Whether a state passes through this rank's tokens, so that their transition must be known. Before the first rank the
@@ -337,8 +337,8 @@ class _Final(torch.autograd.Function):
 
 
 def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
-    *settings, aside, edge = settings
-    found = _Differentiable.apply(*settings, len(operands), edge, *operands, *aside)
+    *others, aside, edge = settings
+    found = _Differentiable.apply(*others, len(operands), edge, *operands, *aside)
     saved = len(found) - bool(aside)
     return *found[:4], list(found[4:saved]), list(found[saved:])
 
