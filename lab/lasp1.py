@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         return bench.main(rest)
     options = _parser().parse_intermixed_args(arguments)
     rows = [*TABLES[options.table](options)]
-    text = markdown_table(rows[0].keys(), [[str(cell) for cell in row.values()] for row in rows]) if rows else ""
+    text = markdown_table([*rows[0]], [[str(cell) for cell in row.values()] for row in rows]) if rows else ""
     write_result(options.out / f"{options.table}.md", f"{text}\n")
     print(text)
     return 0
@@ -109,7 +109,7 @@ def _ablate(*, fused: bool, cached: bool) -> None:
         def portable(operator: Operator, operands: Sequence[Tensor], target: Target | None = None) -> Passes:
             return operator.portable
 
-        Operator.select = portable  # type: ignore[method-assign]
+        Operator.select = portable  # type: ignore[assignment, method-assign]
     if cached:
         return
     with_cache = mix._Differentiable.backward

@@ -128,7 +128,8 @@ def run(config: LongestConfig, session: Session, report: Report) -> None:
         raise ConfigError("memory_gb", config.memory_gb, "limits processes on CPUs; GPUs are measured whole")
     if gpus:
         report.note(f"on {config.ranks} of {len(gpus)} × {gpus[0]}")
-    axes = itertools.product(config.every or [None], config.strategies, config.recompute, config.variants)
+    own: list[int | None] = [None]
+    axes = itertools.product(config.every or own, config.strategies, config.recompute, config.variants)
     for setting in report.in_budget(axes, _name):
         _, strategy, recompute, variant = setting
         row: Row = {"strategy": strategy.name, "recompute": recompute.name, "variant": variant}

@@ -112,8 +112,7 @@ def connected(model: nn.Module, strategy: Strategy, mesh: ProcessMesh) -> nn.Mod
         return model
     group = world_mesh(mesh.device.type, mesh.world_size, "replicate", mesh.timeout).get_group()
     # Every rank has drawn or loaded the same parameters.
-    options = {"init_sync": False, "gradient_as_bucket_view": True}
-    return DistributedDataParallel(model, process_group=group, **options)
+    return DistributedDataParallel(model, process_group=group, init_sync=False, gradient_as_bucket_view=True)
 
 
 def begin_micro_batch(model: nn.Module, strategy: Strategy, shards: int, last: bool) -> None:
