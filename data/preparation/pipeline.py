@@ -209,16 +209,16 @@ def tokenize_units(
                     ahead.popleft()
                 yield answer
                 continue
-            for pipe in wait([*busy]):
-                assert isinstance(pipe, Connection)
+            for ready in wait([*busy]):
+                assert isinstance(ready, Connection)
                 with _death_is_explained():
-                    answer = pipe.recv()
-                busy[pipe].append(answer)
+                    answer = ready.recv()
+                busy[ready].append(answer)
                 if isinstance(answer, Part):
                     made[answer.name] = answer
                 if isinstance(answer, Exception) or answer.ended:
-                    del busy[pipe]
-                    idle.append(pipe)
+                    del busy[ready]
+                    idle.append(ready)
 
 
 def _tasks(
