@@ -42,7 +42,8 @@ FILES: dict[str, list[dict[str, Any]]] = {
 
 
 # Null in their configuration, which the shapes of parameters show, or without a meaning for the model.
-LEFT_OUT = {"intermediate_size", "hidden_ratio", "expand_ratio", "max_position_embeddings", "attn_mode", "dt_limit"}
+LEFT_OUT = {"intermediate_size", "hidden_ratio", "expand_ratio", "num_slots", "max_position_embeddings", "attn_mode"}
+LEFT_OUT |= {"dt_limit"}
 
 
 CASES = [(name, keys) for name, files in FILES.items() for keys in files]
