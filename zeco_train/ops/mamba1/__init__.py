@@ -6,8 +6,7 @@ with Δ = softplus(dt + dt_bias) and A = −exp(A_log). x, dt, o [B, T, H] of H 
 channels; A_log [H, K]; D, dt_bias [H]. There is no scale. Any numbers are valid: A is negative, Δ positive.
 
 A channel is a head with K state channels and V = 1: states are [B, H, K, 1] and log-decays Σ_t Δ_t A [B, H, K], as of
-all operators with diagonal transitions. So scans cut the state by channels, and nothing is padded: K is 16, a power
-of 2, and H is a multiple of the ranks in any model.
+all operators with diagonal transitions. So scans cut the state by channels, and pad nothing where K is a power of 2.
 """
 
 from __future__ import annotations
