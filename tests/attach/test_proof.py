@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.attach_models import build, hide_fla, make_batch
-from tests.support.distributed import on_ranks
+from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.attach import AttachError, attach, verify
 from zeco_train.errors import ConfigError
 
@@ -167,3 +167,18 @@ def test_other_batches_and_models_have_proofs(rank: int, size: int) -> None:
         verify(attached, {**make_batch(1, 9), "labels": torch.full((1, 9), -100)})
     with pytest.raises(AttachError, match="group"):
         verify(qwen(), make_batch(1, 9))
+
+
+def proves_on_gpus(rank: int, size: int) -> None:
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
+    attached = attach(qwen(**heads).bfloat16().cuda())
+    batch = {name: x.cuda() for name, x in make_batch(1, 512).items()}
+    for documents in (None, [0, 1, 300, 512]):
+        assert not (problems := verify(attached, batch, documents=documents).problems), problems
+
+
+@pytest.mark.gpu
+def test_a_model_in_bf16_on_two_gpus_has_a_proof() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    run_distributed(proves_on_gpus, 2, backend="cpu:gloo,cuda:nccl")
