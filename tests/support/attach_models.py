@@ -334,10 +334,10 @@ def run_alone(model: Any, batch: Mapping[str, Tensor], documents: Sequence[Seque
 
 
 def drop_a_state(attached: Any) -> None:
-    """On rank 1 nothing arrives from rank 0 in the first scan of states, or of softmax attention's keys."""
-    if attached.rank != 1:
-        return
+    """On rank 1 nothing arrives in the first scans of states; without such, on no rank keys of others."""
     over, seen = attached._over, []
+    if attached.layers["linear"] and attached.rank != 1:
+        return
     if attached.layers["linear"]:
         for scan in (over.exchange.states, over.exchange.halo):
             _drop_first(scan, seen)
