@@ -76,7 +76,7 @@ def test_losses_and_parameters_are_those_of_ddp(
         for number, (strategy, size, _) in enumerate(cases[1:], 1):
             for results in by_rank:
                 errors = worst(results[number], expected)
-                # Sums over ranks are regrouped; measured: 4e-14 at most.
+                # Sums over ranks are regrouped; measured 6e-13 at most, of norms with Muon.
                 assert max(errors.values()) <= 1e-12, (strategy, size, own, errors)
             held = [results[number].held for results in by_rank]
             copies = {1: 1, -1: 1 if strategy is Strategy.zero1 else world_size}.get(size, world_size // size)
@@ -116,7 +116,7 @@ def _go_on(rank: int, world_size: int, folder: str, strategies: list[Strategy]) 
 def test_runs_go_on_by_another_strategy(strategies: list[Strategy], tmp_path: Path) -> None:
     whole, parts = run_distributed(_go_on, 2, str(tmp_path), strategies)[0]
     for key in ("loss", "grad_norm"):
-        # The contract between splits; measured 2e-15.
+        # The contract between splits.
         assert largest_difference(parts["rows"], whole["rows"], key) <= 1e-9, key
     for name, parameter in whole["parameters"].items():
         assert (parts["parameters"][name] - parameter).norm() <= 1e-9 * parameter.norm(), name
