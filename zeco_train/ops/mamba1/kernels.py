@@ -226,7 +226,7 @@ def grads_kernel(
     for step in range(count):
         begin = first + (count - 1 - step) * STEP
         h = tl.load(states + (batch * tl.cdiv(T, STEP) + begin // STEP) * H * K + place, mask=inside, other=0.0)
-        for part in range(STEP // ROWS):
+        for part in range(STEP // ROWS - 1):
             start = begin + part * ROWS
             tl.store(own + part * H * K, h, mask=inside)
             values = load_rows(x + offset, start, T, H, columns, ROWS)
@@ -235,6 +235,7 @@ def grads_kernel(
             for row in tl.static_range(ROWS):
                 written = steps[row] * values[row]
                 h = tl.exp2(rates * decaying[row][:, None]) * h + written[:, None] * writes[row]
+        tl.store(own + (STEP // ROWS - 1) * H * K, h, mask=inside)
         tl.debug_barrier()
         for part in range(STEP // ROWS):
             start = begin + STEP - ROWS - part * ROWS
