@@ -94,6 +94,12 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _hidden_packages_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command hides fla from transformers in its process, which is this one here."""
+    monkeypatch.setitem(sys.modules, "fla", None)
+
+
 @pytest.fixture
 def folder(stored: Path, tmp_path: Path) -> Path:
     return shutil.copytree(stored, tmp_path / "model")
