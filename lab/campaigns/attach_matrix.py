@@ -1,7 +1,8 @@
 """Question: are losses and all gradients of foreign models over ranks those of one device, class by class?
 Command: python -m lab.campaigns.attach_matrix [--ranks 2,3,4] [--fla] [NAME ...]
 Date: 2026-11-27
-Answer: results/attach_matrix.txt: all errors are at most 1e-12, but for controls, in which one state is dropped
+Answer: results/attach_matrix.txt: all errors are at most 1e-12, but for controls, in which one state is dropped; of all
+classes over 2 ranks, of some over 3 and 4 until now
 
 Each class is its configuration class's default with sizes reduced (`tests/support/attach_models.py`), in fp64, over
 gloo ranks with three chunks of 64 tokens each and more. A row has a batch of two rows, whole; packed, with other

@@ -1,10 +1,11 @@
 """Question: is any causal language model of transformers wrong over ranks, rather than exact or refused?
 Command: python -m lab.campaigns.attach_sweep
 Date: 2026-11-27
-Answer: results/attach_sweep.txt: none; not all can be made small by the names of sizes alone
+Answer: results/attach_sweep.txt: none of those built; not all can be made small by the names of sizes alone
 
 Each class of transformers' list of causal language models, by its configuration class's defaults with sizes reduced and
-dropout and noise set to 0, in fp64 on two gloo ranks: a whole row, and packed documents over uneven ranks.
+dropout and noise set to 0, in fp64 on two gloo ranks: a whole row, and packed documents over uneven ranks. The stored
+table is of the script from which this file was made, in three parts, at dd29e1dd; Phimoe and SeedOss are of this file.
 """
 
 from __future__ import annotations
