@@ -28,7 +28,7 @@ class MambaConfig(LanguageModelConfig):
     """What Mamba and Mamba-2 have in common.
 
     Attributes:
-        state_size: K, of Mamba states a channel, of Mamba-2 size of a group's keys and queries (B and C in the papers).
+        state_size: K, states of a channel (Mamba), keys of a group (Mamba-2); the size of B and C in the papers.
         expand: inner width as a multiple of hidden_size.
         conv_kernel: width of the convolution.
         use_conv_bias: whether that convolution has a bias.

@@ -139,7 +139,8 @@ class _GlaForward(ForwardBase):
         check_state(incoming_state, "incoming_state", self.state.shape)
         chunk_states = self._states
         states = chunk_states.boundaries.take_corrected(incoming_state)
-        self.saved = (states,) if keeps_states() else ()
+        if keeps_states():
+            self.saved = (states,)
         queries = chunk_states.decays.from_start * to_chunks(self._q, states.dtype)
         o = torch.bmm(matrices(self._scores), chunk_states.values)
         o.baddbmm_(matrices(queries), matrices(states[:-1]), alpha=self.scale)
