@@ -48,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes = getattr(error, "__notes__", None) or getattr(error.__cause__, "__notes__", [])
         print("; ".join([error.line, *map(visible, notes)]), file=sys.stderr)
         return error.exit_code
-    except (KeyboardInterrupt, SystemExit) as interrupt:
+    except KeyboardInterrupt as interrupt:
         tokens = kept_tokens(out.resolve()) if out is not None else 0
         kept = f"{tokens:,} tokens are kept, the same command goes on from there"
         # The terminal may be closed.
         with suppress(OSError):
             print(f"interrupted: {kept if tokens else 'nothing was written'}", file=sys.stderr)
-        return int(interrupt.code or 0) if isinstance(interrupt, SystemExit) else 128 + signal.SIGINT
+        return 128 + next(iter(interrupt.args), signal.SIGINT)
     _report(options, prepared)
     return 0
 
@@ -84,7 +84,7 @@ def _report(options: PrepareOptions, prepared: Prepared) -> None:
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
+        raise KeyboardInterrupt(number)
 
     # As Ctrl-C does, but nohup ignores SIGHUP.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]

@@ -150,10 +150,10 @@ class Sweep:
 
     def _start(self, case: Case, before: str, previous: list[str]) -> tuple[str, bool]:
         # Returns the case's state for the table, and whether that succeeded. `previous`: earlier job ids.
-        command = self._submission(case, previous)
-        if self.options.local:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
-            command += [str(ROOT / "train.py"), *case.overrides]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+        command += [str(ROOT / "train.py"), *case.overrides]
+        if not self.options.local:
+            command = self._submission(case, previous)
         if self.options.dry_run:
             print(shlex.join(command))
             if not self.options.local:

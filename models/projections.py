@@ -92,7 +92,8 @@ def parallel_linear(
     return _parallel_linear(x, weights, in_fp8, rounded, output_needed, False)
 
 
-# With `aside` an operator computes the last layer's output, and the gradient of its weight: here is an `Aside.edge`.
+# With `aside` an operator computes the last layer's output, and the gradient of its weight; this op then returns an
+# `Aside.edge` in its place.
 @custom_op("zeco::parallel_linear", mutates_args=())
 def _parallel_linear(
     x: Tensor, weights: list[Tensor], in_fp8: list[bool], rounded: list[Tensor], output_needed: bool, aside: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import traceback
 from collections import Counter, deque
@@ -294,6 +295,11 @@ def _work(pipe: Connection, job: Preparation) -> None:
             except Exception as error:
                 if not isinstance(error, ZecoError):
                     error.add_note(traceback.format_exc())
+                try:
+                    pickle.loads(pickle.dumps(error))
+                except Exception:
+                    # A library's own, which the parent could not make again.
+                    error = DataError("a worker process", f"{type(error).__name__} ({error})")
                 pipe.send(error)
 
 

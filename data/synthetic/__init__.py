@@ -103,8 +103,7 @@ class SyntheticConfig:
             value = getattr(self, name)
             if value != getattr(defaults, name) and self.task not in tasks:
                 needed = ", ".join(task.value for task in tasks)
-                allowed = f"would be ignored by {prefix}.task={self.task.value}; it is for {needed}"
-                raise ConfigError(f"{prefix}.{name}", value, allowed)
+                raise ConfigError(f"{prefix}.{name}", value, f"is not for {self.task.value}, but for {needed}")
         # Keys of recall are distinct, as are names and boxes; a count has one digit.
         most_facts = {Task.recall: self.num_keys, Task.counting: LARGEST_COUNT}.get(self.task, 64)
         limits = {

@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--transport", choices=("p2p", "symmetric"), default="p2p")
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--name", default="paper_blocks_4cpu", help="of the files in lab/results")
+    parser.add_argument("--name", help="of the files in lab/results; default: by machine and transport")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="zeco-blocks-") as name:
         if options.results is None:
@@ -116,9 +116,12 @@ def main(arguments: Sequence[str]) -> int:
     is_cpu = result["environment"]["device"] == "cpu"
     machine = f"{result['world_size']} CPU ranks" if is_cpu else machine_of(result)
     rows = rows_of(result)
-    command = f"python -m lab.paper.blocks --ranks {result['world_size']} --transport {options.transport}"
-    store.write(store.RESULTS / f"{options.name}.json", command, machine, rows, commit=commit_of(result))
-    draw(rows, f"All-Scan's chain by number of blocks ({machine})", store.RESULTS / f"{options.name}.png")
+    is_symmetric = any(":symmetric:" in row["variant"] for row in result["rows"])
+    transport = "symmetric" if is_symmetric else "p2p"
+    command = f"python -m lab.paper.blocks --ranks {result['world_size']} --transport {transport}"
+    name = options.name or f"paper_blocks_{store.in_names(machine)}{'_symmetric' * is_symmetric}"
+    store.write(store.RESULTS / f"{name}.json", command, machine, rows, commit=commit_of(result))
+    draw(rows, f"All-Scan's chain by number of blocks ({machine})", store.RESULTS / f"{name}.png")
     return 0
 
 

@@ -110,6 +110,12 @@ def measure(row: Row, size: str, seed: int, steps: int, ranks: int) -> dict[str,
     }
 
 
+def result_file(table: str, size: str, machine: str) -> Path:
+    """Where rows go by default; a table of another size, or of another machine, has a file of its own."""
+    of_size = "" if size == "tiny" else f"_{size}"
+    return store.RESULTS / f"paper_{table}{of_size}_{store.in_names(machine)}.json"
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
     parser = Parser(
@@ -123,13 +129,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--minutes", type=float, default=60.0, help="no further row is begun after these")
     parser.add_argument("--only", nargs="+", metavar="MODULE", help="default: all")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="default: in lab/results, named by table, size and machine")
     options = parser.parse_args(arguments)
     ranks = 2 if options.size == "tiny" else torch.cuda.device_count()
     if ranks < 2:
         parser.error(f"--size {options.size}: needs at least 2 GPUs, for Ring")
-    out = options.out or store.RESULTS / f"paper_{options.table}_2cpu.json"
-    measured = json.loads(out.read_text())["rows"] if out.exists() else []
+    machine = f"{ranks} CPU ranks" if options.size == "tiny" else store.machine_of(ranks)
+    out = options.out or result_file(options.table, options.size, machine)
+    stored = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    facts = {"size": options.size, "steps": options.steps}
+    if stored["rows"] and {key: stored[key] for key in facts} != facts:
+        parser.error(f"{out}: its rows have --size {stored['size']} --steps {stored['steps']}; choose another --out")
+    measured = stored["rows"]
     deadline = time.monotonic() + 60 * options.minutes
     for seed, row in itertools.product(options.seeds, rows(options.table)):
         about = {"module": row.module, "layers": row.layers, "seed": seed}
@@ -139,8 +150,7 @@ def main(arguments: Sequence[str]) -> int:
         measured.append(about | measure(row, options.size, seed, options.steps, ranks))
         print(measured[-1], flush=True)
         command = f"python -m lab.paper.losses {options.table} --size {options.size} --steps {options.steps}"
-        machine = f"{ranks} CPU ranks" if options.size == "tiny" else store.machine_of(ranks)
-        store.write(out, command, machine, measured, size=options.size, steps=options.steps)
+        store.write(out, command, machine, measured, **facts)
     return 0
 
 

@@ -28,9 +28,10 @@ ROWS = Path(__file__).with_name("tables.toml")
 HEAD = """# The papers, table by table
 
 What each of the four papers shows, and what this project has of it: ratios beside the paper's, since the machines
-differ. *Measured* names the machine and the commit, and links the stored result; *computed* names the formula; a row
-without a value says which machine, or which command, it still needs. Written by `python -m lab.paper.page` from
-`lab/paper/tables.toml` and the stored results; a test writes it again and compares.
+differ, of times or of speeds as the paper's are. *Measured* names the machine and the commit, and links the stored
+result; *computed* names the formula; a row without a value says which machine, or which command, it still needs.
+Written by `python -m lab.paper.page` from `lab/paper/tables.toml` and the stored results; a test writes it again and
+compares.
 """
 # Of the rows that a column tells apart.
 UNITS = {"ranks": "ranks", "size": "MiB"}
@@ -100,6 +101,9 @@ def _ours(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
     if "over" not in value:
         return own
     other = _only(rows, {**where, **value["over"]})[column]
+    if value.get("speed"):
+        # Of times, beside a paper's ratio of speeds.
+        return f"{other / found:.3f} times the speed ({own}; {number(other)})"
     return f"{found / other:.3f} ({own} / {number(other)})"
 
 

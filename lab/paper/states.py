@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--name", default="paper_states_cpu", help="of the file in lab/results")
+    parser.add_argument("--name", help="of the file in lab/results; default: by machine and tokens")
     parser.add_argument("--folder", type=Path, default=store.RESULTS)
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,7 +119,10 @@ def main(arguments: Sequence[str]) -> int:
             rows.append({"states": name, "kernel_tokens": 16_384, "kernel_saved_mb": promised_bytes(16_384) / 1e6})
     command = f"python -m lab.paper.states --tokens {options.tokens} --runs {options.runs}"
     machine = "a CPU core" if device == "cpu" else store.machine_of(1)
-    store.write(options.folder / f"{options.name}.json", command, machine, rows, dtype=str(dtype))
+    of_machine = "cpu" if device == "cpu" else store.in_names(machine)
+    of_tokens = "" if options.tokens == parser.get_default("tokens") else f"_{options.tokens}"
+    name = options.name or f"paper_states_{of_machine}{of_tokens}"
+    store.write(options.folder / f"{name}.json", command, machine, rows, dtype=str(dtype))
     return 0
 
 

@@ -45,3 +45,9 @@ def machine_of(ranks: int) -> str:
     if not torch.cuda.is_available():
         return f"{ranks} CPU rank{'s' if ranks > 1 else ''}"
     return f"{ranks} × {torch.cuda.get_device_name().removeprefix('NVIDIA ')}"
+
+
+def in_names(machine: str) -> str:
+    """Of files: "4 CPU ranks" is 4cpu, "2 × H100 80GB HBM3" 2xh100."""
+    count, sign, *card = machine.lower().split()
+    return f"{count}x{card[0]}" if sign == "×" else f"{count}cpu"

@@ -345,6 +345,14 @@ def test_interrupted_preparation_leaves_no_loadable_store(tmp_path: Path, number
     assert [path.name for path in out.parent.iterdir()] == ["store"]
 
 
+def test_help_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    out, err = capsys.readouterr()
+    assert (end.value.code, err) == (0, "")
+    assert out.startswith("usage: ")
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_import_does_not_load_torch_or_transformers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from functools import partial
 from pathlib import Path
 
@@ -105,11 +106,48 @@ def test_error_in_worker_names_file_and_line(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+class Unpicklable(Exception):
+    def __init__(self, field: str, value: str) -> None:
+        super().__init__(f"{field}: {value}")
+
+
+class FailingPipe:
+    """A worker's: gives one task, and keeps what is sent as the other end would read it."""
+
+    def __init__(self) -> None:
+        self.tasks, self.sent = [(0, None, 0)], []
+
+    def recv(self) -> object:
+        if not self.tasks:
+            raise EOFError
+        return self.tasks.pop()
+
+    def send(self, answer: object) -> None:
+        self.sent.append(pickle.loads(pickle.dumps(answer)))
+
+
+def test_error_of_a_worker_that_does_not_pickle_is_reported_by_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(job: object) -> None:
+        raise Unpicklable("row 3", "broken")
+
+    monkeypatch.setattr(pipeline, "UnitTokenizer", fail)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    pipe = FailingPipe()
+    pipeline._work(pipe, None)  # type: ignore[arg-type]
+    (answer,) = pipe.sent
+    assert isinstance(answer, DataError)
+    assert answer.line == "error: a worker process: Unpicklable (row 3: broken)"
+
+
+def end_at_once(pipe: object, job: object) -> None:
+    os._exit(1)
+
+
 @pytest.mark.slow
 def test_dead_worker_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.txt"
     source.write_text("x")
-    monkeypatch.setattr(pipeline, "_work", os.abort)  # as if killed for lack of memory
+    monkeypatch.setattr(pipeline, "_work", end_at_once)  # as if killed for lack of memory
     with pytest.raises(DataError, match="a worker process ended by itself"):
         prepare_store(PrepareOptions((source,), tmp_path / "store", workers=2))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

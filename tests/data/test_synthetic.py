@@ -146,7 +146,7 @@ def test_needle_position_follows_depth() -> None:
         (SyntheticConfig(facts=5, keys=4), "data.synthetic.facts=5: must be from 1 to 4 (pairs of a key and a value)"),
         (SyntheticConfig(keys=65), "data.synthetic.keys=65: must be from 1 to 64"),
         (SyntheticConfig(alphabet=128), "data.synthetic.alphabet=128: must be from 1 to 127"),
-        (SyntheticConfig(digits=3), "data.synthetic.digits=3: would be ignored by data.synthetic.task=recall; it is"),
+        (SyntheticConfig(digits=3), "data.synthetic.digits=3: is not for recall, but for needle, needle_multikey"),
         (SyntheticConfig(task=Task.counting, facts=10), "data.synthetic.facts=10: must be from 1 to 9 (rings at most)"),
     ],
 )

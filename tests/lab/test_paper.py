@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from lab.paper.losses import rows
+from lab.paper import losses
+from lab.paper.losses import result_file, rows
 from lab.paper.page import load, page
+from lab.paper.store import in_names
 from lab.paper.unmasked import UnmaskedRing, unmasked_softmax
 from tests.support.commands import REPOSITORY
 from tests.support.distributed import on_ranks
@@ -19,6 +21,7 @@ from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.collectives.wire import Wire
 from zeco_train.config.schema import load_config
+from zeco_train.errors import ConfigError
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.method import AttentionLoad
 from zeco_train.sp.attention.method_registry import METHODS
@@ -55,6 +58,18 @@ def test_rows_of_losses_are_runs_that_can_start() -> None:
     assert sum(not model.causal for model in configs) == 2
     recipe = load_config(["+experiment=based_1b_window"]).model
     assert recipe.attn in [model.attn for model in configs if model.mixer == "based"]
+
+
+def test_rows_of_another_size_or_machine_have_a_file_of_their_own() -> None:
+    """So that none count as measured; other steps need `--out`."""
+    machines = ("2 CPU ranks", "1 CPU rank", "2 × H100 80GB HBM3", "4 × H200")
+    assert [in_names(machine) for machine in machines] == ["2cpu", "1cpu", "2xh100", "4xh200"]
+    assert result_file("modules", "tiny", machines[0]).name == "paper_modules_2cpu.json"
+    assert result_file("modules", "llama3_1b", machines[2]).name == "paper_modules_llama3_1b_2xh100.json"
+    before = result_file("modules", "tiny", machines[0]).read_bytes()
+    with pytest.raises(ConfigError, match="its rows have --size tiny --steps 60; choose another --out"):
+        losses.main(["modules", "--steps", "7"])
+    assert result_file("modules", "tiny", machines[0]).read_bytes() == before
 
 
 @pytest.mark.numeric

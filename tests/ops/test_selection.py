@@ -50,7 +50,7 @@ WIDE_HEADS = [(256, 512, BF16, FP32), (257, 64, FP32, FP32), (64, 513, BF16, FP3
 SERVED = [*CASES, *OF_WIDE, *((*case, True) for case in WIDE_HEADS)]
 TABLE = {
     "hgrn": SERVED,
-    "mamba1": CASES,
+    "mamba1": [*((*case[:4], case[4] and case[0] <= 64) for case in CASES), (65, 64, BF16, FP32, False)],
     "gla": [*SERVED, (512, 1088, BF16, FP32, True), (513, 64, BF16, FP32, False)],
     "gsa": [*CASES, *OF_WIDE, *((*case, case[1] <= 512) for case in WIDE_HEADS), (513, 64, BF16, FP32, False)],
     "short_conv": CASES,

@@ -24,7 +24,7 @@ from zeco_train.ops.gla.chunked import _GlaForward
 from zeco_train.ops.kernel_operands import with_padded_heads
 from zeco_train.ops.mix import mix
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import ForwardBase, Passes
+from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange
@@ -264,8 +264,9 @@ class Keeping(_GlaForward):
     """GLA's forward pass, which saves 2g in place of g, and its states, as kernels do."""
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
+        o = super().outputs(incoming_state)
         self.saved = 2 * self._g, incoming_state.clone(), self.state.mT.contiguous()
-        return super().outputs(incoming_state)
+        return o
 
 
 def keeping_backward(
@@ -316,16 +317,28 @@ class Unread(ForwardBase):
     transition = state
 
 
+@dataclass(eq=False)
+class UnreadBackward(BackwardBase):
+    lazy = True
+    __post_init__ = Unread.__post_init__
+
+    @property
+    def state_grad(self) -> Tensor:
+        raise AssertionError("no rank reads this state")
+
+
 def test_padded_heads_and_rows_compute_no_state_that_is_unread() -> None:
-    """A last rank's, without a carry; as operators that say so by `lazy`."""
-    lazy = KEEPING._replace(forward=Unread)
-    odd = with_padded_heads(lazy).forward([torch.zeros(1, 4, 3, 6) for _ in range(4)], 1.0, None)
-    operands, doc_ids = [torch.zeros(2, 4, 3, 8) for _ in range(4)], torch.zeros(2, 4, dtype=torch.int32)
-    rows = by_rows(replace(GLA, portable=lazy, cuda=None), operands, doc_ids).forward(operands, 1.0, doc_ids)
-    for local in (odd, rows):
-        assert getattr(local, "lazy", False)
-        with pytest.raises(AssertionError, match="no rank reads"):
-            _ = local.state
+    """A last rank's, without a carry, and a first one's gradient; as operators that say so by `lazy`."""
+    lazy = Passes(Unread, UnreadBackward, lambda operands: (), needs_incoming=False)
+    narrow, operands = ([torch.zeros(2, 4, 3, dim) for _ in range(4)] for dim in (6, 8))
+    doc_ids = torch.zeros(2, 4, dtype=torch.int32)
+    rows = by_rows(replace(GLA, portable=lazy, cuda=None), operands, doc_ids)
+    for passes, given, ids in ((with_padded_heads(lazy), narrow, None), (rows, operands, doc_ids)):
+        halves = passes.forward(given, 1.0, ids), passes.backward(given, given[2], (), None, 1.0, ids)
+        for half, name in zip(halves, ("state", "state_grad"), strict=True):
+            assert getattr(half, "lazy", False)
+            with pytest.raises(AssertionError, match="no rank reads"):
+                getattr(half, name)
 
 
 def test_wrong_pieces_are_refused() -> None:

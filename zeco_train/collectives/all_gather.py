@@ -10,7 +10,8 @@ rank's `carry_in` is read; `carry_out` is the fold over all ranks, computed on e
 On the wire, per rank: S (V + 1)/V bytes, with matrices S (V + K)/V, sent to each of P − 1 others, as many received.
 Rounds: 1. As an ablation (LASP-2, Table 5) the rows of a message are gathered in `blocks` pieces, all under way at
 once, with the same result to the last bit.
-Time = α' + (P − 1)(α'' + β'(S + A)), with A bytes of a transition; over nodes those between them. Peak memory: P pairs.
+Time = α' + (P − 1)(α'' + β'(S + A)), with A bytes of a transition; over nodes those between them. Peak memory: P pairs;
+2P with `blocks` > 1, whose pieces are joined.
 """
 
 from __future__ import annotations

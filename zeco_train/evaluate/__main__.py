@@ -9,6 +9,7 @@ if __name__ == "__main__":
 
 import difflib
 import re
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from models.spec import spec_of
-from zeco_train.config.help import describe_settings
+from zeco_train.config.help import WIDTH, describe_settings
 from zeco_train.config.schema import to_plain
 from zeco_train.distributed.config import count_shards, resolve_sp_size
 from zeco_train.distributed.mesh import Device, agree
@@ -70,7 +71,7 @@ def _evaluate(arguments: list[str], job: Job) -> int:
     evaluation = Evaluation(trained, config, mesh, job.enter, request.standard)
     for name, task in tasks.items():
         job.enter(f"preparing {name}")
-        task.prepare(evaluation)
+        task.prepare(evaluation, name)
     # Before the tasks: an unusable --out should not cost their work.
     facts = _facts(evaluation, tasks) if mesh.is_main else {}
     folder = agree(mesh, lambda: ResultsFolder(request.out, trained, facts) if mesh.is_main else None)
@@ -182,7 +183,7 @@ def describe() -> str:
     alike: dict[str, list[str]] = {}
     for name, kind in kinds.items():
         alike.setdefault(describe_settings(kind.load()), []).append(f"{name}.KEY=VALUE")
-    settings = [f"{', '.join(names)}:\n{text}" for text, names in alike.items()]
+    settings = [f"{textwrap.fill(', '.join(names) + ':', WIDTH)}\n{text}" for text, names in alike.items()]
     return (
         "usage: [torchrun --nproc-per-node N -m | python -m] zeco_train.evaluate RUN [--tasks NAME,…] [--out FOLDER]\n"
         "           [KEY=VALUE …]\n\n"

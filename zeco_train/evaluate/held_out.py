@@ -45,7 +45,7 @@ class HeldOut:
         if len(set(self.lengths)) < len(self.lengths):
             raise ConfigError("lengths", self.lengths, "names one twice")
 
-    def prepare(self, evaluation: Evaluation) -> None:
+    def prepare(self, evaluation: Evaluation, name: str) -> None:
         config, mesh, trained = evaluation.config, evaluation.mesh, evaluation.trained
         if config.data.kind is DataKind.synthetic:
             task = config.data.synthetic.task.value

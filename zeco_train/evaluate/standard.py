@@ -44,7 +44,7 @@ class StandardTasks:
             if not Path(self.include_path).is_dir():
                 raise ConfigError("include_path", self.include_path, "no such folder")
 
-    def prepare(self, evaluation: Evaluation) -> None:
+    def prepare(self, evaluation: Evaluation, name: str) -> None:
         agree(evaluation.mesh, lambda: self._check_names(evaluation) if evaluation.mesh.is_main else None)
         agree(evaluation.mesh, lambda: evaluation.trained.tokenizer)
 

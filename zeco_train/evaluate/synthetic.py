@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -65,8 +65,6 @@ class SyntheticTask:
         digits: of the numbers of needles and variables; null: as in training, else 4.
     """
 
-    task: ClassVar[Task]
-
     lengths: list[int] = field(default_factory=list)
     depths: int = 5
     examples: int = 20
@@ -84,8 +82,8 @@ class SyntheticTask:
         if len(set(self.lengths)) < len(self.lengths):
             raise ConfigError("lengths", self.lengths, "names one twice")
 
-    def prepare(self, evaluation: Evaluation) -> None:
-        config, mesh = evaluation.config, evaluation.mesh
+    def prepare(self, evaluation: Evaluation, name: str) -> None:
+        config, mesh, self.task = evaluation.config, evaluation.mesh, Task(name)
         self._asked = self._configure(evaluation)
         tokenizer = evaluation.trained.tokenizer if self.task.is_text else ByteTokenizer()
         self._maker = make_task(self._asked, tokenizer, evaluation.trained.model.vocab_size)
@@ -186,15 +184,6 @@ class SyntheticTask:
 
     def _by_depth(self, values: torch.Tensor) -> list[float]:
         return values.view(len(self._depths), -1).mean(1).tolist()
-
-
-# `task_registry` finds the class of each task by its name.
-globals().update(
-    {
-        task.value: type(task.value, (SyntheticTask,), {"task": task, "__doc__": f"Settings of `{task.value}`."})
-        for task in Task
-    }
-)
 
 
 def _format_table(

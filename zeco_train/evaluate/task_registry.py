@@ -38,8 +38,10 @@ class EvaluationTask(Protocol):
     def validate(self) -> None:
         """Raise `ConfigError` for a value out of range, the field named without the task's name."""
 
-    def prepare(self, evaluation: Evaluation) -> None:
+    def prepare(self, evaluation: Evaluation, name: str) -> None:
         """Run the checks that need the model and the ranks, for all tasks before the first one runs. Collective.
+
+        `name` is the task's, since several may have one class.
 
         Raises ConfigError or DataError on all ranks.
         """
@@ -65,7 +67,7 @@ TASKS: dict[str, TaskKind] = {
         "held-out loss and perplexity, and the loss by position (PNG)", "zeco_train.evaluate.held_out:HeldOut"
     ),
     **{
-        name: TaskKind(f"{summary}, by depth and length (PNG)", f"zeco_train.evaluate.synthetic:{name}")
+        name: TaskKind(f"{summary}, by depth and length (PNG)", "zeco_train.evaluate.synthetic:SyntheticTask")
         for name, summary in (
             ("recall", "values by their keys"),
             ("needle", "a number by its name, in text"),

@@ -72,7 +72,7 @@ class KernelRule:
 
     # Of tokens; empty: there are no kernels. Decays and strengths are fp32.
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
-    largest: tuple[int, int] | None = None  # K and V; None: any
+    largest: tuple[int, int | None] | None = None  # K and V; None: any
     row_bytes: int = 1  # rows of K and of V channels are multiples of it
     largest_fp32: int | None = None  # K and V of fp32 tokens, where PyTorch is faster beyond; None: as of others
     largest_small: int | None = None  # K on GPUs of `SMALL`; None: as on others
@@ -103,8 +103,9 @@ def problem(
     if any(dtype is not torch.float32 for dtype in wide):
         return "decays and strengths have kernels in fp32 only"
     dims = f"head dims K {key_dim}, V {value_dim} have no kernels"
-    if rule.largest is not None and (key_dim > rule.largest[0] or value_dim > rule.largest[1]):
-        return f"{dims}, at most K {rule.largest[0]}, V {rule.largest[1]}"
+    keys, values = rule.largest or (None, None)
+    if (keys is not None and key_dim > keys) or (values is not None and value_dim > values):
+        return f"{dims}, at most K {keys}" + ("" if values is None else f", V {values}")
     if rule.largest_small is not None and key_dim > rule.largest_small and target.architecture in SMALL:
         return f"{dims} on GPUs with 100 KB of shared memory, at most K {rule.largest_small}"
     if any(dim * tokens.itemsize % rule.row_bytes for dim in (key_dim, value_dim)):
@@ -181,6 +182,7 @@ class Operator:
     recomputed_flops: Callable[[int, int, int], float] = lambda *dims: 0.0
     about: str = ""  # for `help`: a line, and the formula
     output: int = 2  # position of the operand whose shape and dtype the outputs have
+    keys: int = 0  # position of an operand of tokens [..., K], for `kernels`
     has_scale: bool = True  # outputs have a factor; otherwise the only scale is 1
     # A shard's state depends on its last tokens only: it takes the scan of halos (`Exchange.halo`).
     state_is_halo: bool = False
@@ -206,7 +208,7 @@ class Operator:
         if self.cuda is None or self.kernels is None:
             return self.portable
         wide = (x for name, x in zip(self.operands, operands, strict=True) if name in WIDE)
-        is_served = self.kernels.serves(operands[0], operands[self.output], *wide, target=target)
+        is_served = self.kernels.serves(operands[self.keys], operands[self.output], *wide, target=target)
         return _imported(self.cuda) if is_served else self.portable
 
     def check(self, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:

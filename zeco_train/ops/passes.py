@@ -136,7 +136,7 @@ _keeping = False
 
 @contextmanager
 def keeping_states() -> Iterator[None]:
-    """Keep the true states at chunks for the backward pass, which else recomputes them: gla's forward passes in here.
+    """Keep the true states at chunks for the backward pass, which else recomputes them: gla's eager forward passes.
 
     An ablation of the paper's Algorithm 3 (`lab/paper/states.py`): equal gradients, a state a chunk more memory.
     """

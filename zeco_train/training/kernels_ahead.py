@@ -62,7 +62,7 @@ def kernels_ahead(
         yield
     finally:
         thread.join()
-    # What the thread's stream has held is of no use to others.
+    # Memory cached for the thread's stream is not reused by other streams.
     torch.cuda.synchronize(device)
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

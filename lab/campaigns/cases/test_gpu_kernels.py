@@ -134,10 +134,15 @@ def test_kernels_match_fp64_on_gpu(name: str, dtype: torch.dtype) -> None:
     assert wrong(name, LARGE[name], dtype, torch.device("cuda")) == {}
 
 
-@pytest.mark.parametrize("name", ["gla", "gsa", "scalar_decay", *DELTA, "hgrn", "short_conv"])
+@pytest.mark.parametrize("name", ["gla", "gsa", "scalar_decay", *DELTA, "hgrn", "mamba1", "short_conv"])
 def test_kernels_do_not_synchronise_and_are_deterministic(name: str) -> None:
     """Neither pass synchronises the host, also with documents; repetitions are bit-identical."""
-    sizes = {"gla": (1, 4, 4, 128, 64), "hgrn": (1, 4, 4, 64, 1), "short_conv": (1, 4, 256)}
+    sizes = {
+        "gla": (1, 4, 4, 128, 64),
+        "hgrn": (1, 4, 4, 64, 1),
+        "mamba1": (1, 1, 256, 16, 1),
+        "short_conv": (1, 4, 256),
+    }
     case = KernelCase(name, 1000, sizes.get(name, (1, 1, 4, 128, 64)), documents=(0, 300))
     operator, device = OPERATORS[name], torch.device("cuda")
     assert operator.cuda is not None

@@ -175,6 +175,19 @@ def test_replayed_steps_equal_launched_ones(gpu_mesh: ProcessMesh, settings: lis
     graph_cases.check_same_bits(gpu_mesh, settings, micro_batches, graphs, "bf16")
 
 
+def _replayed_with_zero1(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", rank)
+    mesh = init_mesh(Launch(rank, world_size, rank), world_size, device, timedelta(seconds=60))
+    graph_cases.check_same_bits(mesh, ["parallel=zero1"], 2, lambda model: StepGraphs(model, device), "bf16")
+
+
+def test_replayed_steps_of_zero1_equal_launched_ones() -> None:
+    """Of two micro-batches, after the last of which gradients are summed."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    run_distributed(_replayed_with_zero1, 2, backend=BACKEND)
+
+
 @pytest.mark.parametrize(
     ("ranks", "cuda_graphs", "parallel"),
     [(1, "auto", "zero2"), (1, "off", "zero2"), (2, "auto", "ddp"), (2, "auto", "zero3"), (2, "off", "zero2")],

@@ -35,8 +35,9 @@ SETTINGS = [
         ([["parallel=ddp"], ["parallel=zero3", "train.recompute=full", "optim=muon"], *SETTINGS[8:9]], 2),
         ([SETTINGS[12], SETTINGS[11]], 2),
         ([SETTINGS[4], SETTINGS[4], SETTINGS[10]], 1),
+        ([["parallel=zero1"]], 2),
     ],
-    ids=["documents and convolutions", "segments", "others", "segments of others", "one rank of others"],
+    ids=["documents and convolutions", "segments", "others", "segments of others", "one rank of others", "zero1"],
 )
 def test_steps_read_all_that_changes_from_tensors(cases: list[list[str]], ranks: int) -> None:
     run_distributed(run_again, ranks, cases)

@@ -57,7 +57,7 @@ def _evaluated(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         config, launch = trained.configure([]), Launch(rank, world_size, rank)
         mesh = join_alike(to_plain(config), launch, world_size, torch.device("cpu"), timedelta(seconds=60))
         evaluation, task = Evaluation(trained, config, mesh, lambda phase: None), HeldOut(sequences=3)
-        task.prepare(evaluation)
+        task.prepare(evaluation, "validation")
         result = task.run(evaluation)
         evaluation.exchange.drain()
         return dict(result.metrics)

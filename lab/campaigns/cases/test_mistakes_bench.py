@@ -27,7 +27,7 @@ pytestmark = pytest.mark.campaign
         (["segments=3"], "tokens=16384: must divide by segments=3"),
         (["segments=512"], "check_tokens=256: must divide by segments=512"),
         (["steps=0"], "steps=0: must be ≥ 1"),
-        (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero2 or zero3"),
+        (["strategy=hsdp"], "strategy=hsdp: must be ddp, zero1, zero2 or zero3"),
         (["variants=[copy]"], f"variants=copy: must be one of dp, products, {', '.join(SHARING)}, fla"),
         (["variants=[fla:fast]"], "fla takes :no_optimizer and :compile"),
         (["variants=[dp:compile]"], "dp takes :no_optimizer"),

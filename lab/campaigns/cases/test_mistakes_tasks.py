@@ -20,7 +20,7 @@ pytestmark = pytest.mark.campaign
         (["recall.lengths=[64]", "train.segments=65"], "recall.lengths=64: must be ≥ 65: "),
         (["recall.examples=0"], "recall.examples=0: must be ≥ 1"),
         (["recall.alphabet=200"], "recall.alphabet=200: must be from 1 to 127"),
-        (["recall.digits=3"], "recall.digits=3: would be ignored by"),
+        (["recall.digits=3"], "recall.digits=3: is not for recall, but for needle"),
         (["--tasks=validation"], "--tasks=validation: data=synthetic holds no text out; take --tasks=recall"),
     ],
 )
