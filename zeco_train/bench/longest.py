@@ -111,10 +111,10 @@ class Trials:
             limit = f'ulimit -d {round(self.config.memory_gb * 1e9 / 1024)} && exec "$@"'
             command = ["/bin/sh", "-c", limit, "sh", *command]
         how: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         output, end = None, time.monotonic() + seconds
         # Signals must not end this process, nor raise within `Popen`: the trial would go on.
-        with StopRequest() as stop, subprocess.Popen(command, **how, **streams) as process:
+        with StopRequest() as stop, subprocess.Popen(command, **how) as process:
             try:
                 while output is None and stop.signal is None and time.monotonic() < end:
                     with suppress(subprocess.TimeoutExpired):
