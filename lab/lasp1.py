@@ -87,7 +87,7 @@ def _longest(options: argparse.Namespace) -> Iterator[Row]:
     _start(1, "zeco_train.bench", "longest", *own, *options.settings)
     names = ("model", "strategy", "recompute", "variant", "tokens", "planned_tokens", "ratio", "tokens_per_second")
     for row in _rows(out):
-        yield {name: row.get(name) for name in names}
+        yield {name: row.get(name) for name in (*names, "note")}
 
 
 def _memory(options: argparse.Namespace) -> Iterator[Row]:
@@ -118,9 +118,10 @@ def _ablate(*, fused: bool, cached: bool) -> None:
         # Arguments as `mix._Differentiable.forward` has them; the state is the one that was kept, to the bit.
         handle, *kept, _, incoming, doc_ids = ctx.saved_tensors
         assert not ctx.replaced, "an operator whose backward pass does not keep its operands"
+        assert not ctx.num_aside, "a layer beside the scan, whose input is saved last"
         if incoming is not None:
             again = torch.ops.zeco.mix.default(
-                kept[: ctx.num_operands], ctx.operator, ctx.scale, handle, doc_ids, None, None, False
+                kept[: ctx.num_operands], ctx.operator, ctx.scale, handle, doc_ids, None, None, False, [], None
             )[1]
             assert again.shape == incoming.shape
         return with_cache(ctx, *grads)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.support.commands import run_here
+from tests.support.commands import is_running, run_here
 from zeco_train.bench import __main__ as command
 from zeco_train.bench import longest
 from zeco_train.bench.config import LongestConfig
 from zeco_train.bench.longest import FailedTrialError, Trials
+from zeco_train.config.schema import Config
 from zeco_train.distributed.config import Strategy
+from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.advice import longest_sequence
 from zeco_train.plan.case import build_case
@@ -90,6 +97,67 @@ def test_refused_and_failed_settings_are_rows_of_their_own(tmp_path: Path, monke
     assert failed["note"] == "1,024 tokens: error: data.path: not there"
 
 
+def test_what_fitted_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake(monkeypatch, lambda run: run["tokens"] <= 4096 or (1, "error: late\n"))
+    outcome = run_here(command.main, "longest", *TINY, "device=cpu", "recompute=[none]", f"out={tmp_path}")
+    assert outcome.code == 1
+    # On one rank the backends train alike: one row.
+    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (row["variant"], row["tokens"], row["memory_gb"], row["tokens_per_second"]) == ("dp", 4096, 0.004096, 5.0)
+    assert row["note"].startswith("at least; stopped by ")
+    assert row["note"].endswith(" tokens: error: late")
+
+
+def test_setting_that_has_no_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: LongestConfig, run: Config, gpu: str) -> int | None:
+        if run.train.recompute is Recompute.none:
+            raise ConfigError("a", 1, "not planned")
+        return None
+
+    monkeypatch.setattr(longest, "_planned", refuse)
+    _fake(monkeypatch, lambda run: run["tokens"] <= 4096)
+    outcome = run_here(command.main, "longest", *TINY, "device=cpu", "recompute=[none,full]", f"out={tmp_path}")
+    assert outcome.code == 0, outcome
+    refused, found = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (refused["note"], found["tokens"]) == ("refused: a=1: not planned", 4096)
+
+
+@pytest.mark.parametrize(
+    ("output", "limited", "is_answer"),
+    [
+        ("error: rank 1: step 2: NCCL: Last error: Cuda failure 2 'out of memory'", False, True),
+        ("RuntimeError: can't start new thread", True, True),
+        ("RuntimeError: can't start new thread", False, False),
+    ],
+)
+def test_signs_of_memory(output: str, limited: bool, is_answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LongestConfig.load([*TINY, *["memory_gb=2"] * limited])
+    overrides = config.trial_overrides(None, Strategy.zero1, Recompute.none, "dp")
+    trials = Trials(config, config.load_trial(overrides), overrides, "cpu")
+    _fake(monkeypatch, lambda run: (6, output))
+    with nullcontext() if is_answer else pytest.raises(FailedTrialError, match="thread"):
+        assert not trials.fits(64)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_gpus_that_are_not_there_are_refused() -> None:
+    outcome = run_here(command.main, "longest", *TINY, "device=cuda")
+    assert outcome.errors == ["device=cuda: 1 ranks on this machine, 0 CUDA devices; or device=cpu"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stop_signal_ends_the_trial(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial stops its own command, and would sleep on."""
+    trial = tmp_path / "trial"
+    trial.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nkill -{int(number)} $PPID\nexec sleep 100\n")
+    trial.chmod(0o700)
+    monkeypatch.setattr(longest.sys, "executable", str(trial))
+    with pytest.raises(SystemExit) as end:
+        run_here(command.main, "longest", *TINY, "device=cpu", f"out={tmp_path}/out")
+    assert end.value.code == 128 + number
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
 def test_search_begins_at_the_planned_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan takes the place of the GPUs, too: this compares the two commands, not their figures with a GPU's."""
     gpu = "gpu=h100"
@@ -98,6 +166,7 @@ def test_search_begins_at_the_planned_length(tmp_path: Path, monkeypatch: pytest
     expected = longest_sequence(case, 0.05)
     assert plan_memory(case.with_changes(seq_len=expected), 0.05).fits
     assert not plan_memory(case.with_changes(seq_len=expected + 2048), 0.05).fits
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(longest, "query_gpus", lambda names: [{"name": "NVIDIA H100 80GB HBM3"}] * 2)
     _fake(monkeypatch, lambda run: plan_memory(case.with_changes(seq_len=run["tokens"]), 0.05).fits)
     settings = ["model=gla_340m", "ranks=2", "variants=[zeco]", "strategies=[zero1]", "recompute=[none]"]
@@ -105,6 +174,13 @@ def test_search_begins_at_the_planned_length(tmp_path: Path, monkeypatch: pytest
     assert outcome.code == 0, outcome
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert (row["tokens"], row["planned_tokens"], row["ratio"]) == (expected, expected, 1.0)
+    # The count is torch's; without nvidia-smi, or if it fails, only the name is missing.
+    failure = subprocess.CalledProcessError(9, "nvidia-smi")
+    for smi in (mock.Mock(return_value=[]), mock.Mock(side_effect=failure)):
+        monkeypatch.setattr(longest, "query_gpus", smi)
+        assert run_here(command.main, "longest", *settings, "precision=0.5", f"out={tmp_path}").code == 0
+        (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+        assert row["planned_tokens"] is None
     limited = run_here(command.main, "longest", *settings, "memory_gb=1", f"out={tmp_path}")
     assert limited.errors == ["memory_gb=1.0: limits processes on CPUs; GPUs are measured whole"]
 

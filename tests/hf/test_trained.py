@@ -66,6 +66,11 @@ def test_overrides_apply_on_top_of_run_configuration(run: Path) -> None:
     assert trained.configure(["data=tokens", "data.path=other", "data.seq_len=128"]).data.seq_len == 128
     # Settings of the training machine are reset.
     assert (config.sp.size, config.train.device) == (-1, Device.auto)
+    # Torch's DDP trains only, and not in bf16.
+    assert trained.config is not None
+    by_torch = dataclasses.replace(trained.config.parallel, strategy=Strategy.torch_ddp)
+    trained_by_torch = dataclasses.replace(trained, config=dataclasses.replace(trained.config, parallel=by_torch))
+    assert trained_by_torch.configure(["train.dtype=bf16"]).parallel.strategy is Strategy.ddp
     with pytest.raises(ConfigError, match=r"model.num_layers=3: is decided by the trained model"):
         trained.configure(["model.num_layers=3"])
     with pytest.raises(ConfigError, match=r"data.seq_lne=3: unknown key; did you mean data.seq_len"):

@@ -1,4 +1,4 @@
-"""docs/papers.md is what its data say, and what `lab.paper` measures with is exact."""
+"""docs/papers.md is what its data say, what `lab.paper` measures with is exact, and `lab.lasp1` ablates no result."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from lab.lasp1 import _ablate
 from lab.paper import losses
 from lab.paper.losses import result_file, rows
 from lab.paper.page import load, page
 from lab.paper.store import in_names
 from lab.paper.unmasked import UnmaskedRing, unmasked_softmax
+from tests.sp.test_operators import found_by
 from tests.support.commands import REPOSITORY
 from tests.support.distributed import on_ranks
+from tests.support.operator_cases import make, own_tokens
+from tests.support.sp_reference import build_scans
 from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.collectives.wire import Wire
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
+from zeco_train.ops import mix
+from zeco_train.ops.operator import Operator
+from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.softmax.span import Span
 from zeco_train.sp.attention.method import AttentionLoad
 from zeco_train.sp.attention.method_registry import METHODS
@@ -91,3 +98,26 @@ def test_unmasked_ring_is_softmax_attention_to_all_keys(rank: int, world_size: i
     for name, mine, expected in zip(("o", "dq", "dk", "dv"), found, (o, *(x.grad for x in leaves)), strict=True):
         assert expected is not None
         assert (mine - expected[:, own]).abs().max() <= 1e-12, name
+
+
+@pytest.mark.numeric
+@pytest.mark.processes
+@on_ranks(2)
+def test_ablations_change_no_gradient(rank: int, world_size: int) -> None:
+    """Of Lightning Attention's operator: without the state cache a layer's backward pass scans once more."""
+    scan = build_scans((0, 1), "lasp1")["lasp1"]
+    bounds = 0, 70, 103
+    own = own_tokens("fixed_decay", make("fixed_decay", bounds[-1]), slice(*bounds[rank : rank + 2]))
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        # Both are restored at the end.
+        patch.setattr(Operator, "select", Operator.select)
+        patch.setattr(mix._Differentiable, "backward", mix._Differentiable.backward)
+        for cached in (True, False):
+            _ablate(fused=False, cached=cached)
+            scan.events.clear()
+            found.append(found_by("fixed_decay", own, SequencePosition(bounds, rank, exchange=scan), carry=False))
+            launches = [event for event in scan.events if "launch" in event]
+            assert launches == ["launch forward"] * (2 - cached) + ["launch reverse"]
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())

@@ -23,7 +23,7 @@ from zeco_train.plan import calibration
 from zeco_train.plan.advice import legal_segments, options
 from zeco_train.plan.config import PlanSettings, parse
 from zeco_train.plan.memory import KINDS, parameter_bytes, plan_memory
-from zeco_train.plan.report import _assumptions, as_json, as_text
+from zeco_train.plan.report import _assumptions, as_json, as_text, longest_text
 from zeco_train.plan.step_time import operator_seconds, plan_step
 from zeco_train.plan.traffic import costs_of, load_of, parameter_traffic, scan_bytes, scan_choice
 from zeco_train.sp.backend_registry import BACKENDS
@@ -95,9 +95,15 @@ def test_longest_sequences_fit_and_no_longer_ones() -> None:
     shared = ["model=gla_tiny", "world_size=2", "sp.size=2", "gpu=h100", "memory_gb=4", "longest=true"]
     code, text, _ = command(*shared, "train.dtype=bf16")
     assert code == 0, text
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[-6:]}
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[-7:-1]}
     assert [*rows] == [each.value for each in Strategy]
-    assert rows["torch_ddp"][:2] == ["train.dtype=bf16:", "must"]
+    assert rows["torch_ddp"] == ["refused"] * len(Recompute)
+    assert text.splitlines()[-1].startswith("  refused: train.dtype=bf16: must be fp32 or fp64 with parallel=torch_ddp")
+    # One refused setting hides no other, and a reason of two is given once.
+    mixed = longest_text({"ddp": {"none": 2048, "full": "no"}, "zero1": {"none": "no", "full": 4096}}).splitlines()
+    assert [line.split() for line in mixed[2:]] == [
+        ["ddp", "2,048", "refused"], ["zero1", "refused", "4,096"], ["refused:", "no"],
+    ]  # fmt: skip
     for column, (name, recompute) in enumerate(zip(("ddp", "zero1", "zero3"), Recompute, strict=True)):
         found = int(rows[name][column].replace(",", ""))
         case = make_case(*shared[:-1], f"parallel={name}", f"train.recompute={recompute.value}", "train.dtype=bf16")

@@ -137,7 +137,7 @@ class Backends:
             with meter.measuring():
                 for index in tokens.numbers(number):
                     last = index == tokens.numbers(number)[-1]
-                    step.backward(tokens.batches(index, alone, segments), last=last, proceed=_nobody_stops)
+                    step.backward(tokens.batches(index, alone, segments), last=last, proceed=_no_rank_stops)
             if not variant.updates:
                 step.skip_update()
                 launching.append(time.perf_counter() - started)
@@ -207,7 +207,7 @@ def state_elements(run: Config) -> int:
     return math.prod(spec_of(run.model).state_shape)
 
 
-def _nobody_stops() -> bool:
+def _no_rank_stops() -> bool:
     # As the trainer asks, before each segment, whether any rank wants to stop.
     stopped = torch.tensor(0)
     dist.all_reduce(stopped)

@@ -297,9 +297,10 @@ class LongestConfig(OfModelConfig):
 
     Attributes:
         warmup: steps of a trial before its last one; CUDA graphs are captured in the third.
-        variants: backends, as `sp=`.
+        variants: backends, as `sp=`; empty: dp, and the others if there are ranks to share with.
         ranks: that train together; this command starts them.
-        strategies, recompute: `parallel=` and `train.recompute`; every combination with `variants` is a search.
+        strategies: of the parameters, as `parallel=`.
+        recompute: as `train.recompute`; each combination with `every`, `strategies` and `variants` is a search.
         every: patterns of softmax attention, one layer in this many, 0 in none; empty: the model's own.
         segments, compile, cuda_graphs: as train.py's `train.segments` and so on.
         micro_batches: sequences of a step in each group of ranks that share one.
@@ -311,7 +312,7 @@ class LongestConfig(OfModelConfig):
     """
 
     warmup: int = 3
-    variants: list[str] = field(default_factory=lambda: ["dp", *SHARING])
+    variants: list[str] = field(default_factory=list)
     ranks: int = 1
     strategies: list[Strategy] = field(default_factory=lambda: [Strategy.zero2])
     recompute: list[Recompute] = field(default_factory=lambda: [*Recompute])
@@ -328,6 +329,7 @@ class LongestConfig(OfModelConfig):
 
     def validate(self) -> None:
         super().validate()
+        self.variants = self.variants or ["dp", *(SHARING if self.ranks > 1 else ())]
         self._check_different("variants", ("dp", *SHARING))
         for name in ("strategies", "recompute", "every"):
             values = getattr(self, name)
@@ -414,7 +416,7 @@ class ModelConfig(OfModelConfig):
         dtype, matmul, compile, cuda_graphs, recompute, segments: as train.py's `train.dtype` and so on. Only dtype
             applies to `products`, and none to `fla`, which is trained in bf16.
         strategy: parallelism of the parameters; not hsdp, which shards over other ranks with `dp` than with the rest,
-            nor torch_ddp, which joins a model to one step.
+            nor torch_ddp, which ties the model to the step of one variant.
         check_tokens: tokens per rank in the correctness check.
         trace: also profile one step of each variant that trains; notes the overlap of communication and compute, the
             time in which nothing runs, and what the parts of the step take (`zeco_train.bench.trace`).

@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from zeco_train.bench.config import LongestConfig
 from zeco_train.bench.session import Row, Session
 from zeco_train.config.schema import Config
 from zeco_train.distributed.config import Strategy
-from zeco_train.distributed.mesh import Device
+from zeco_train.distributed.mesh import are_on_cuda
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.plan.advice import longest_sequence
@@ -36,11 +38,14 @@ from zeco_train.plan.devices import Gpu
 from zeco_train.system.environment import query_gpus
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.system.numbers import largest
+from zeco_train.system.signals import StopRequest
 from zeco_train.tracking.metrics import read_metrics
 
-# In the output of a trial: the line of this project, what C++ libraries say, and torchrun of a rank that the kernel
-# has killed for its memory.
-_OUT_OF_MEMORY = (": out of memory (", "bad_alloc", "Cannot allocate memory", "MemoryError", "Signal 9 (SIGKILL)")
+# In the output of a trial: the line of this project, what NCCL and C++ libraries say, and torchrun of a rank that the
+# kernel has killed for its memory.
+_OUT_OF_MEMORY = (": out of memory (", "'out of memory'", "bad_alloc", "allocate memory", "MemoryError", "(SIGKILL)")
+# Of a new thread, whose stack is memory; without a limit of it, the machine's threads may be all taken.
+_OUT_OF_LIMIT = ("can't start new thread", "Resource temporarily unavailable")
 COLUMNS = {
     "model": ("model", "<20"),
     "strategy": ("strategy", "<9"),
@@ -91,7 +96,8 @@ class Trials:
                 rows = read_metrics(Path(folder, "run", METRICS_FILE))
                 self.longest = max(self.longest, rows[-1] | {"seq_len": tokens}, key=lambda row: row.get("seq_len", 0))
                 return True
-        if code == -signal.SIGKILL or any(sign in output for sign in _OUT_OF_MEMORY):
+        signs = _OUT_OF_MEMORY + _OUT_OF_LIMIT * (self.config.memory_gb is not None)
+        if code == -signal.SIGKILL or any(sign in output for sign in signs):
             return False
         lines = [line for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error: ")] or lines[-1:] or [f"exit code {code}"]
@@ -104,30 +110,38 @@ class Trials:
         if self.config.memory_gb is not None:
             limit = f'ulimit -d {round(self.config.memory_gb * 1e9 / 1024)} && exec "$@"'
             command = ["/bin/sh", "-c", limit, "sh", *command]
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        with subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **streams) as process:
+        how: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
+        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        output, end = None, time.monotonic() + seconds
+        # Signals must not end this process, nor raise within `Popen`: the trial would go on.
+        with StopRequest() as stop, subprocess.Popen(command, **how) as process:
             try:
-                output, _ = process.communicate(timeout=seconds)
-            except BaseException as error:
-                # Ranks end with their launcher.
-                os.killpg(process.pid, signal.SIGKILL)
-                if isinstance(error, subprocess.TimeoutExpired):
-                    raise FailedTrialError(f"not done within trial_seconds={seconds:g}") from error
-                raise
+                while output is None and stop.signal is None and time.monotonic() < end:
+                    with suppress(subprocess.TimeoutExpired):
+                        output, _ = process.communicate(timeout=0.2)
+            finally:
+                if output is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # ranks end with their launcher
+        if stop.signal is not None:
+            sys.exit(128 + stop.signal)
+        if output is None:
+            raise FailedTrialError(f"not done within trial_seconds={seconds:g}")
         return process.returncode, output
 
 
 def run(config: LongestConfig, session: Session, report: Report) -> None:
     """Search with all combinations of the settings into the report.
 
-    Raises:
-        ConfigError: a memory limit with GPUs.
+    Raises ConfigError for a memory limit with GPUs, and for fewer GPUs than ranks.
     """
-    gpus = [] if config.device is Device.cpu else [gpu["name"] for gpu in query_gpus(["name"])]
-    if gpus and config.memory_gb is not None:
-        raise ConfigError("memory_gb", config.memory_gb, "limits processes on CPUs; GPUs are measured whole")
-    if gpus:
-        report.note(f"on {config.ranks} of {len(gpus)} × {gpus[0]}")
+    device, gpu = "cuda" if are_on_cuda(config.device, config.ranks) else "cpu", ""
+    if device == "cuda":
+        if config.memory_gb is not None:
+            raise ConfigError("memory_gb", config.memory_gb, "limits processes on CPUs; GPUs are measured whole")
+        # Torch would initialise the GPU to name it, and so take memory from the trials.
+        with suppress(OSError, subprocess.SubprocessError, IndexError):
+            gpu = query_gpus(["name"])[0]["name"]
+        report.note(f"on {config.ranks} × {gpu or 'GPUs that nvidia-smi does not name, so without a planned length'}")
     own: list[int | None] = [None]
     axes = itertools.product(config.every or own, config.strategies, config.recompute, config.variants)
     for setting in report.in_budget(axes, _name):
@@ -135,12 +149,12 @@ def run(config: LongestConfig, session: Session, report: Report) -> None:
         row: Row = {"strategy": strategy.name, "recompute": recompute.name, "variant": variant}
         try:
             overrides = config.trial_overrides(*setting)
-            trials = Trials(config, config.load_trial(overrides), overrides, "cuda" if gpus else "cpu")
+            trials = Trials(config, config.load_trial(overrides), overrides, device)
+            planned = _planned(config, trials.run, gpu)
         except ConfigError as error:
             report.add([{**row, "model": config.model, "note": f"refused: {error}"}])
             continue
-        row["model"] = trials.run.model.name
-        row |= _search(trials, _planned(config, trials.run, gpus))
+        row |= {"model": trials.run.model.name} | _search(trials, planned)
         if "note" in row:
             report.fail(f"{_name(setting)}: {row['note']}")
         report.add([row])
@@ -163,14 +177,14 @@ def _search(trials: Trials, planned: int | None) -> Row:
             lambda number: trials.fits(number * unit), (planned or 0) // unit, config.most // unit, config.precision
         )
     except FailedTrialError as error:
-        return row | {"trials": trials.count, "note": str(error)}
+        row["note"] = f"at least; stopped by {error}" if (found := trials.longest.get("seq_len", 0)) else str(error)
     last = {name: trials.longest.get(name) for name in ("memory_gb", "tokens_per_second")}
     return row | last | {"tokens": found or None, "ratio": found / planned if planned else None, "trials": trials.count}
 
 
-def _planned(config: LongestConfig, run: Config, gpus: list[str]) -> int | None:
+def _planned(config: LongestConfig, run: Config, name: str) -> int | None:
     # None on CPUs, where the limit is not what the plan counts, and on GPUs that it does not know.
-    gpu = next((each for each in Gpu if any(each.value in name.lower() for name in gpus[:1])), None)
+    gpu = next((each for each in Gpu if each.value in name.lower()), None)
     if gpu is None:
         return None
     case, _ = build_case(Request(PlanSettings(world_size=config.ranks, gpu=gpu), run, frozenset()))

@@ -40,18 +40,24 @@ def find_device(wanted: Device, launch: Launch, key: str = "device") -> torch.de
 
     Raises ConfigError for more ranks on this machine than CUDA devices, or without a private folder for compiled code.
     """
-    available = torch.cuda.device_count()
-    if wanted is Device.cpu or (wanted is Device.auto and not available):
-        return torch.device("cpu")
     # Launchers other than torchrun may not set LOCAL_WORLD_SIZE.
-    ranks = max(launch.local_world_size, launch.local_rank + 1)
-    if ranks > available:
-        problem = f"{ranks} ranks on this machine, {available} CUDA devices; or {key}=cpu"
-        raise ConfigError(key, wanted.value, problem)
+    if not are_on_cuda(wanted, max(launch.local_world_size, launch.local_rank + 1), key):
+        return torch.device("cpu")
     use_private_caches()  # Triton's kernels are compiled from here on
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def are_on_cuda(wanted: Device, ranks: int, key: str = "device") -> bool:
+    """Whether this machine's ranks run on CUDA devices, of which none is initialised; ConfigError: there are fewer."""
+    available = torch.cuda.device_count()
+    if wanted is Device.cpu or (wanted is Device.auto and not available):
+        return False
+    if ranks > available:
+        problem = f"{ranks} ranks on this machine, {available} CUDA devices; or {key}=cpu"
+        raise ConfigError(key, wanted.value, problem)
+    return True
 
 
 def pick_device(wanted: str | torch.device) -> torch.device:

@@ -94,8 +94,8 @@ class Trained:
     def configure(self, overrides: list[str]) -> Config:
         """The run's configuration with overrides in `train.py`'s syntax.
 
-        `sp.size`, `parallel.shard_size`, device and kernels are set to automatic. For a model of unknown origin, starts
-        from `configs/train.yaml`.
+        `sp.size`, `parallel.shard_size`, device and kernels are set to automatic, and `torch_ddp` becomes `ddp`. For a
+        model of unknown origin, starts from `configs/train.yaml`.
 
         Raises:
             ConfigError: see `load_config`; or an override of the model.
@@ -105,6 +105,8 @@ class Trained:
             if is_of(key, "model"):
                 raise ConfigError(key, value, f"is decided by the trained model in {self.path}; leave it out")
         base = self.config if self.config is not None else load_config(["name=trained"])
+        # Torch's DDP casts no weights to bf16, and has nothing to do without gradients.
+        strategy = Strategy.ddp if base.parallel.strategy is Strategy.torch_ddp else base.parallel.strategy
         # Chosen anew: the model may run on another number of ranks than in training.
         base = replace(
             base,
@@ -112,7 +114,7 @@ class Trained:
             run_dir=str(self.path).encode(errors="replace").decode(),
             model=self.model,
             sp=replace(base.sp, size=-1),
-            parallel=replace(base.parallel, shard_size=-1),
+            parallel=replace(base.parallel, shard_size=-1, strategy=strategy),
             train=replace(base.train, device=Device.auto, kernels=Kernels.auto),
         )
         if any(text.partition("=")[0] == "data" for text in overrides):

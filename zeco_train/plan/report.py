@@ -132,13 +132,14 @@ def as_text(plan: Plan) -> str:
 
 
 def longest_text(found: Mapping[str, Mapping[str, int | str]]) -> str:
-    """The table of `advice.longest_sequences`; where all of a strategy is refused, the reason."""
+    """The table of `advice.longest_sequences`; below it, why a setting is refused."""
     lines = ["longest sequence that fits, tokens, by parallel= and train.recompute="]
     lines.append(f"  {'':<10}" + "".join(f"{recompute:>15}" for recompute in next(iter(found.values()))))
     for strategy, row in found.items():
-        refused = next((f"    {reason}" for reason in row.values() if isinstance(reason, str)), None)
-        lines.append(f"  {strategy:<10}" + (refused or "".join(f"{tokens:>15,}" for tokens in row.values())))
-    return "\n".join(lines)
+        cells = ("refused" if isinstance(tokens, str) else f"{tokens:,}" for tokens in row.values())
+        lines.append(f"  {strategy:<10}" + "".join(f"{cell:>15}" for cell in cells))
+    reasons = [reason for row in found.values() for reason in row.values() if isinstance(reason, str)]
+    return "\n".join([*lines, *(f"  refused: {reason}" for reason in dict.fromkeys(reasons))])
 
 
 def _describe(case: PlannedCase) -> dict[str, Any]:
