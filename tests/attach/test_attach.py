@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.support import attach_models
 from tests.support.attach_models import VOCABULARY, InDouble, build, build_fla, compare, make_batch, padded
 from tests.support.commands import REPOSITORY
-from tests.support.distributed import on_ranks
+from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.attach import AttachError, attach
 from zeco_train.attach.inline import _REPLACED, digest_of
 from zeco_train.attach.linear import ANSWERS
@@ -104,10 +104,14 @@ def test_layers_of_fla_are_exact(rank: int, size: int) -> None:
             check(name, lambda name=name: build_fla(name, num_hidden_layers=1), documents=DOCUMENTS, lengths=[62, 38])
 
 
-@on_ranks(2)
-def test_adapters_of_peft_are_exact(rank: int, size: int) -> None:
-    peft = pytest.importorskip("peft")
+def test_adapters_of_peft_are_exact() -> None:
+    pytest.importorskip("peft")
+    run_distributed(adapters_are_exact, 2)
+
+
+def adapters_are_exact(rank: int, size: int) -> None:
     attach_models.hide_fla()
+    import peft
 
     def make() -> Any:
         config = peft.LoraConfig(target_modules=["q_proj", "in_proj_qkvz"], r=2, init_lora_weights=False)

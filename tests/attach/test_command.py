@@ -19,11 +19,14 @@ from tests.support.distributed import run_distributed
 from zeco_train.attach import AttachError, proof
 from zeco_train.attach.__main__ import main
 
-# Without torch or this project's parts.
+# Without torch or this project's parts; by the entry point where the project is installed with it.
 OPTION = """
 import sys
+from importlib.metadata import entry_points
 import pytest
-sys.argv = ["pytest", "-q", "-p", "zeco_train.pytest_plugin", "-p", "no:cacheprovider", *sys.argv[1:]]
+known = {point.value for point in entry_points(group="pytest11")}
+own = [] if "zeco_train.pytest_plugin" in known else ["-p", "zeco_train.pytest_plugin"]
+sys.argv = ["pytest", "-q", *own, "-p", "no:cacheprovider", *sys.argv[1:]]
 code = pytest.main(sys.argv[1:])
 if "--zeco-verify" not in sys.argv:
     assert not {"torch", "zeco_train.attach", "zeco_train.errors"} & sys.modules.keys()
