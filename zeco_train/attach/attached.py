@@ -23,7 +23,7 @@ from zeco_train.attach.inline import inline_of
 from zeco_train.attach.layers import MIXING_MODULES, find_layers, forward_of, names_of
 from zeco_train.attach.linear import ANSWERS
 from zeco_train.attach.losses import LOSSES, check_labels, check_losses, redirect_loss
-from zeco_train.attach.pieces import POSITION, Documents, cut
+from zeco_train.attach.shard import POSITION, Documents, cut
 from zeco_train.attach.softmax import IMPLEMENTATION, SOFTMAX, register
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.method_registry import AttentionChoice

@@ -27,7 +27,7 @@ from zeco_train.attach.attached import Attached, attach
 from zeco_train.attach.forward import AttachError
 from zeco_train.attach.layers import forward_of, has_kernel
 from zeco_train.attach.linear import ANSWERS
-from zeco_train.attach.pieces import POSITION
+from zeco_train.attach.shard import POSITION
 from zeco_train.errors import ZecoError
 from zeco_train.ops.position import SequencePosition
 from zeco_train.system.terminal import format_table
