@@ -144,7 +144,7 @@ def mamba2_chunk_scan(
 
 
 def _left_out(frame: Frame, *args: Any, **kwargs: Any) -> None:
-    """A fused function that its caller can do without, as it says by None."""
+    """A fused function, which is optional: returning None makes the caller use its unfused path."""
 
 
 def causal_conv1d(
@@ -159,7 +159,8 @@ def causal_conv1d(
     """fla: x [B, T, C], weight [C, w] → y as x."""
     refuse_unknown(frame, "causal_conv1d", rest, backend=...)
     act = _activation(frame, activation)
-    assert weight is not None, "the weight of a convolution"
+    if weight is None:
+        raise _layer_error(frame, "causal_conv1d is called without weight")
     y = act(convolution(frame, x, weight, bias))
     return y if residual is None else y + residual, None
 
@@ -209,7 +210,8 @@ def fla_gla(
     """q, k, g [B, T, H, K], v [B, T, H, V] → o as v; the log-decays are `g`, or `gk`."""
     refuse_unknown(frame, "gated linear attention", rest, state_v_first=True)
     decays = gk if g is None else g
-    assert decays is not None, "gated linear attention has decays"
+    if decays is None:
+        raise _layer_error(frame, "gated linear attention is called without decays")
     operands = q.to(v.dtype), k.to(v.dtype), v, decays.to(accumulation_dtype(v.dtype))
     return frame.mix("gla", operands, scale), None
 
@@ -253,7 +255,7 @@ def rotary_embedding(
 
 
 # By the name of the function in the module of its layer: transformers', then fla's.
-ANSWERS: dict[str, Answer] = {
+REPLACEMENTS: dict[str, Answer] = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
     "chunk_kimi_delta_attention": chunk_gated_delta_rule,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import pickle
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from zeco_train.attach.attached import Attached, attach
+from zeco_train.attach.attached import Attached, attach, random_settings
 from zeco_train.attach.forward import AttachError
 from zeco_train.attach.layers import forward_of, has_kernel
-from zeco_train.attach.linear import ANSWERS
+from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.shard import POSITION
 from zeco_train.errors import ZecoError
 from zeco_train.ops.position import SequencePosition
@@ -65,7 +66,7 @@ class Deviation:
         return not self.error <= self.allowed
 
     def __str__(self) -> str:
-        return f"{self.name}: off by {self.error:.1e}, allowed are {self.allowed:.1e}"
+        return f"{self.name}: error {self.error:.1e}, limit {self.allowed:.1e}"
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,10 @@ def prove(
     """
     work = partial(_prove, make, tokens, batch, tuple(documents), seed)
     try:
+        pickle.dumps(work)
+    except Exception as error:  # of whatever it holds
+        raise AttachError(f"make: must be a function of an importable module, for other processes: {error}") from error
+    try:
         for found in rows_of_own_ranks(work, ranks, len(documents), timeout, (__name__, "transformers.modeling_utils")):
             if isinstance(found, ZecoError):
                 raise found
@@ -284,7 +289,9 @@ class _Verification:
         self.attached, self.model = attached, attached.model
         if any(isinstance(p, DTensor) for p in self.model.parameters()):
             raise AttachError("verify: parameters are sharded; verify the model before FSDP")
-        self.batch = {"labels": batch["input_ids"], **batch}
+        if batch.get("input_ids") is None:
+            raise AttachError("input_ids: missing; verify takes no inputs_embeds")
+        self.batch = {"labels": batch["input_ids"], **{name: x for name, x in batch.items() if x is not None}}
         self.part = attached.shard(self.batch, documents=documents, lengths=lengths)
         if not self.part["num_items_in_batch"]:
             raise AttachError("labels: a batch without any compares nothing")
@@ -474,11 +481,8 @@ def _prepared(model: nn.Module, *, has_documents: bool) -> Iterator[None]:
         for parameter in model.parameters():
             _put(stack, parameter, "grad", None)
         for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                _put(stack, module, "p", 0.0)
-            for name, value in list(vars(module).items()):
-                if isinstance(value, float) and ("dropout" in name or "jitter" in name):
-                    _put(stack, module, name, 0.0)
+            for name in random_settings(module):
+                _put(stack, module, name, 0.0)
             for name, value in list(module._buffers.items()):
                 stack.callback(module._buffers.__setitem__, name, value)
                 module._buffers[name] = None if value is None else value.clone()
@@ -493,12 +497,12 @@ def _prepared(model: nn.Module, *, has_documents: bool) -> Iterator[None]:
 def _in_pytorch(model: nn.Module) -> Iterator[None]:
     """With transformers' own functions, in PyTorch, where packages with kernels would answer in their stead.
 
-    Such kernels run on no CPU and know no fp64; in the model's dtype, too, they would be another party's rounding.
+    Such kernels run on no CPU and know no fp64; in the model's dtype, too, they would round differently.
     """
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             space = getattr(forward_of(module), "__globals__", {})
-            for name in ANSWERS.keys() & space.keys():
+            for name in REPLACEMENTS.keys() & space.keys():
                 found = before = space[name]
                 while hasattr(found, "__wrapped__") and not has_kernel(found):
                     found = found.__wrapped__
