@@ -363,6 +363,25 @@ def test_batches_and_arguments_that_would_be_wrong_are_refused_by_name(rank: int
         attach(model, attention="flash")
 
 
+@on_ranks(1)
+def test_a_compiled_model_takes_other_documents_without_compiling_again(rank: int, size: int) -> None:
+    attach_models.hide_fla()
+    from torch._dynamo.utils import counters
+
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 0}
+    model = build("qwen3_next", **layers).float()
+    attached, compiled = attach(model), torch.compile(model, backend="eager")
+    found = []
+    for number in range(4):
+        part = attached.shard(make_batch(2, 40), [[0, 5 + number, 40], [0, 20 - number, 30 + number, 40]])
+        loss = compiled(**part).loss
+        loss.backward()
+        assert float(loss.detach()) == pytest.approx(float(model(**part).loss.detach()), rel=1e-6)
+        found.append((sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]))
+    assert found[0][0] <= 30
+    assert {*found} == {found[0]}
+
+
 def test_audit_finds_a_module_that_mixes_tokens_unseen() -> None:
     mixing = nn.Sequential(nn.Linear(8, 8), Later(), nn.Linear(8, 8))
     model = Embedded(mixing)

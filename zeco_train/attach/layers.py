@@ -54,7 +54,7 @@ def names_of(module: nn.Module) -> frozenset[str]:
 
 
 @functools.cache
-def _names(owner: type[nn.Module]) -> frozenset[str]:
+def _names(owner: Any) -> frozenset[str]:
     function = inspect.unwrap(owner.forward)
     if not isinstance(function, FunctionType):
         return frozenset()
@@ -69,8 +69,9 @@ def _names(owner: type[nn.Module]) -> frozenset[str]:
             found.add(name)
             for other in (inspect.getattr_static(owner, name, None), one.__globals__.get(name)):
                 other = inspect.unwrap(other) if isinstance(other, FunctionType) else other
-                is_own = isinstance(other, FunctionType) and other.__module__ == function.__module__
-                if is_own and name not in REPLACEMENTS:
+                if not isinstance(other, FunctionType) or name in REPLACEMENTS:
+                    continue
+                if other.__module__ == function.__module__:
                     pending.append(other)
     return frozenset(found)
 

@@ -100,9 +100,10 @@ def _documents(batch: Mapping[str, Any], documents: Documents | None, rows: int,
             raise AttachError(f"{name}: begins other documents than {first}")
     if found:
         return next(iter(found.values()))
-    positions = batch.get("position_ids")
-    restarts = None if positions is None else positions.diff(dim=1) != 1
-    if positions is None or not bool(restarts.any()):
+    if (positions := batch.get("position_ids")) is None:
+        return None
+    restarts = positions.diff(dim=1) != 1
+    if not bool(restarts.any()):
         return None
     if bool((positions[:, 1:][restarts] != 0).any()) or bool((positions[:, 0] != 0).any()):
         raise AttachError("position_ids: may only rise by 1, or restart at 0 where a document begins")
