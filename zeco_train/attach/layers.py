@@ -50,7 +50,8 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
 
 def names_of(module: nn.Module) -> frozenset[str]:
     """The names that the forward function of a module uses, and those of its own methods and module that it calls."""
-    return _names(class_of(module))
+    owner: Any = class_of(module)
+    return _names(owner)
 
 
 @functools.cache
