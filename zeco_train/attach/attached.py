@@ -149,8 +149,7 @@ class Attached:
         """Add up the gradients of all ranks of the sequence, for a loop without DDP or FSDP. Collective."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # A rank's tokens may have chosen no expert that another rank's have; what no rank used is not trained.
-        has_grad = torch.tensor([parameter.grad is not None for parameter in parameters], device=self._over.device)
-        is_used = has_grad.to(torch.int32)
+        is_used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=self._over.device)
         dist.all_reduce(is_used, group=self.group)
         used = [parameter for parameter, count in zip(parameters, is_used.tolist(), strict=True) if count]
         for parameter in used:

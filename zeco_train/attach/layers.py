@@ -24,13 +24,8 @@ _STEPS = {
     "torch_recurrent_gated_delta_rule",
 }
 _PRODUCTS = {"@", "baddbmm", "bmm", "einsum", "matmul"}
-_ATTENTIONS = {
-    "_flash_attention_forward",
-    "flash_attn_func",
-    "flash_attn_varlen_func",
-    "flex_attention",
-    "scaled_dot_product_attention",
-}
+_FLASH = {"_flash_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
+_ATTENTIONS = {"flex_attention", "scaled_dot_product_attention", *_FLASH}
 # These are refused in a user's own classes; transformers counts tokens and positions by sums.
 _MIXING = {"conv1d", "cumsum"}
 # Functions by which transformers' other models mix tokens in their own code.
@@ -89,6 +84,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """The layers to attach. Raises AttachError for one that mixes tokens in unknown ways, or if none does."""
     found = []
     for name, module in model.named_modules():
+        if class_of(module).__module__.startswith(_TRUSTED):
+            continue
         names = names_of(module)
         layer = Layer(name, module, "softmax" if REGISTRY in names else "linear")
         if REGISTRY in names and getattr(module, "is_causal", True) is False:
@@ -106,8 +103,6 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 def _unknown_call(module: nn.Module, names: frozenset[str]) -> str | None:
-    if class_of(module).__module__.startswith(_TRUSTED):
-        return None
     if class_of(module).__name__.endswith("Indexer"):
         return "selects the keys that queries read, from one rank's"
     space = getattr(forward_of(module), "__globals__", {})
@@ -120,10 +115,7 @@ def _unknown_call(module: nn.Module, names: frozenset[str]) -> str | None:
 
 
 def _own_mixing(module: nn.Module, names: frozenset[str]) -> str | None:
-    place = class_of(module).__module__
-    if place.startswith(_TRUSTED):
-        return None
-    is_of_library = place.startswith(("transformers.", "fla."))
+    is_of_library = class_of(module).__module__.startswith(("transformers.", "fla."))
     if names & _ATTENTIONS or ("softmax" in names and names & (_PRODUCTS - {"@"} if is_of_library else _PRODUCTS)):
         return "computes attention in its own code, not by the registry of attention functions"
     return None if is_of_library or not names & _MIXING else f"may mix tokens by {min(names & _MIXING)} in its own code"

@@ -150,17 +150,15 @@ def _left_out(frame: Frame, *args: Any, **kwargs: Any) -> None:
 def causal_conv1d(
     frame: Frame,
     x: Tensor,
-    weight: Tensor | None = None,
+    weight: Any = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """fla: x [B, T, C], weight [C, w] → y as x."""
-    refuse_unknown(frame, "causal_conv1d", rest, backend=...)
+    refuse_unknown(frame, "causal_conv1d", {**rest, "no weight": weight is None}, backend=...)
     act = _activation(frame, activation)
-    if weight is None:
-        raise _layer_error(frame, "causal_conv1d is called without weight")
     y = act(convolution(frame, x, weight, bias))
     return y if residual is None else y + residual, None
 
@@ -208,10 +206,8 @@ def fla_gla(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """q, k, g [B, T, H, K], v [B, T, H, V] → o as v; the log-decays are `g`, or `gk`."""
-    refuse_unknown(frame, "gated linear attention", rest, state_v_first=True)
-    decays = gk if g is None else g
-    if decays is None:
-        raise _layer_error(frame, "gated linear attention is called without decays")
+    decays: Any = gk if g is None else g
+    refuse_unknown(frame, "gated linear attention", {**rest, "no decays": decays is None}, state_v_first=True)
     operands = q.to(v.dtype), k.to(v.dtype), v, decays.to(accumulation_dtype(v.dtype))
     return frame.mix("gla", operands, scale), None
 

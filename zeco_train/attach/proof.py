@@ -78,14 +78,12 @@ class Comparison:
         loss: of all ranks.
         output: the first module, in order of the forward pass, whose output is wrong on some rank; a module inside a
             mixer is named with it.
-        passed_back: where outputs and loss are right, the first in order of the backward pass with a wrong gradient.
         gradients: of every parameter that has one, in the model's order.
     """
 
     dtype: str
     loss: Deviation
     output: Deviation | None
-    passed_back: Deviation | None
     gradients: tuple[Deviation, ...]
 
     @property
@@ -93,7 +91,6 @@ class Comparison:
         """A line each: the first wrong module, the loss, then each wrong gradient."""
         found = [] if self.output is None else [f"first wrong output: {self.output}"]
         found += [f"wrong {self.loss}"] if self.loss.is_wrong else []
-        found += [] if self.passed_back is None else [f"first wrong gradient of an output: {self.passed_back}"]
         found += [f"wrong gradient of {each}" for each in self.gradients if each.is_wrong]
         return [f"{self.dtype}: {line}" for line in found]
 
@@ -273,13 +270,11 @@ class _Run:
 
     Attributes:
         outputs: by module and call, of this rank's tokens, in the order in which the modules end.
-        passed_back: gradients of these outputs, in the order of the backward pass.
         loss: [] fp64, of the whole batch.
         gradients: of the whole batch.
     """
 
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    passed_back: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -355,25 +350,18 @@ class _Verification:
             row, start, stop = of_row, of_start, of_stop
             calls.clear()
 
-        def put(into: dict[tuple[str, int], Tensor], key: tuple[str, int], x: Tensor, where: tuple[Any, ...]) -> None:
-            rows, begins, ends = where
-            kept = into.setdefault(key, x.new_zeros(batch, last - first, *x.shape[2:]))
-            a, b = max(begins, first), min(ends, last)
-            if a < b:
-                kept[rows, a - first : b - first] = x.detach()[:, a - begins : b - begins]
-
         def record(name: str, _: nn.Module, __: Any, output: Any) -> None:
             x = _first_tensor(output)
             rows = batch if row is None else 1
             if x is None or x.dim() < 3 or x.shape[0] not in (1, rows) or x.shape[1] != stop - start:
                 return
             # Positions may be those of all sequences.
-            x = x if x.shape[0] == rows else x.detach().expand(rows, *x.shape[1:])
-            key, where = (name, calls[name]), (_rows(row), start, stop)
+            x = x.detach().expand(rows, *x.shape[1:])
+            kept = run.outputs.setdefault((name, calls[name]), x.new_zeros(batch, last - first, *x.shape[2:]))
             calls[name] += 1
-            put(run.outputs, key, x, where)
-            if x.requires_grad:
-                x.register_hook(lambda grad: put(run.passed_back, key, grad, where))
+            a, b = max(start, first), min(stop, last)
+            if a < b:
+                kept[_rows(row), a - first : b - first] = x[:, a - start : b - start]
 
         named = [(name, module) for name, module in self.model.named_modules() if name]
         hooks = [module.register_forward_hook(partial(record, name)) for name, module in named]
@@ -386,7 +374,7 @@ class _Verification:
     def _finish(self, run: _Run) -> _Run:
         # What a module makes of padding reaches no token.
         if (is_token := self.part.get("attention_mask")) is not None:
-            for x in (*run.outputs.values(), *run.passed_back.values()):
+            for x in run.outputs.values():
                 x[~is_token.bool()] = 0.0
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -423,19 +411,12 @@ class _Verification:
         def allowed(one: float, left: float = 0.0) -> float:
             return EXACT if is_fp64 else max(NOISE * one, 4 * torch.finfo(dtype).eps * max(1.0, left))
 
-        def first_wrong(of: list[Deviation]) -> Deviation | None:
-            wrong = next((each for each in of if each.is_wrong), None)
-            return wrong and replace(wrong, name=self._describe(wrong.name))
-
         off, one = ((run.loss - exact.loss).abs().item() / abs(exact.loss.item()) for run in (ranks, alone))
-        output = first_wrong(deviations("outputs", 0.0))
-        loss = Deviation("loss", off, allowed(one), one)
-        is_right = output is None and not loss.is_wrong
+        output = next((each for each in deviations("outputs", 0.0) if each.is_wrong), None)
         return Comparison(
             dtype=str(dtype).removeprefix("torch."),
-            loss=loss,
-            output=output,
-            passed_back=first_wrong(deviations("passed_back", _SMALLEST)) if is_right else None,
+            loss=Deviation("loss", off, allowed(one), one),
+            output=output and replace(output, name=self._describe(output.name)),
             gradients=tuple(deviations("gradients", _SMALLEST)),
         )
 
