@@ -179,7 +179,7 @@ class Attached:
 
     def detach(self) -> None:
         """Make the model what it was; not within `off()`."""
-        if self._is_off:
+        if self._blocks:
             raise AttachError("detach: within `off()`, whose end would attach the model's settings again")
         while self._undo:
             self._undo.pop()()
@@ -196,10 +196,6 @@ class Attached:
         with self.off():
             return audit_modules(self.model, batch, [layer.module for layer in self.attached])
 
-    @property
-    def _is_off(self) -> bool:
-        return self._blocks > 0
-
     def _check(self) -> None:
         check_losses(self._root, self._names, getattr(self._root, "config", None))
         for name, module in self.model.named_modules():
@@ -213,15 +209,12 @@ class Attached:
             raise AttachError(f"{type(self._root).__name__}: takes no position_ids, so positions would be a rank's own")
 
     def _check_parameters(self) -> None:
-        if self.size == 1:
-            return
         mine = {name: (tuple(x.shape), _checksum(x)) for name, x in self.model.named_parameters()}
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine, group=self.group)
         for rank, theirs in enumerate(everyone):
-            for name in everyone[0] | theirs:
-                if theirs.get(name) != everyone[0].get(name):
-                    raise AttachError(f"{name}: differs between ranks 0 and {rank} of the group; load the same on all")
+            if wrong := [name for name in everyone[0] | theirs if theirs.get(name) != everyone[0].get(name)]:
+                raise AttachError(f"{wrong[0]}: differs between ranks 0 and {rank} of the group; load the same on all")
 
     def _attach(self) -> None:
         handled = {layer.module for layer in self.attached}
@@ -230,12 +223,11 @@ class Attached:
             self._redirect(layer.module, REPLACEMENTS, in_layer=True)
             if (replacement := inline_of(layer)) is not None:
                 self._replace(layer.module, replacement)
-        for module in self.model.modules():
+        for name, module in self.model.named_modules():
             self._redirect(module, LOSSES, in_layer=False)
             if isinstance(module, MIXING_MODULES) and module not in handled:
-                self._undo.append(module.register_forward_pre_hook(_refusing(self)).remove)
-        if (undo := redirect_loss(self._root, self._names)) is not None:
-            self._undo.append(undo)
+                self._undo.append(module.register_forward_pre_hook(_refusing(self, name)).remove)
+        self._undo += redirect_loss(self._root, self._names)
         self._hook(self.model, self._enter, self._leave)
         # Not by use_cache=False in each call: some forward functions do not take it, but pass it on.
         configs: list[Any] = [module.config for module in self.model.modules() if hasattr(module, "config")]
@@ -274,7 +266,7 @@ class Attached:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Before the model's own forward function: the pass begins.
-        if self._is_off:
+        if self._blocks:
             return None
         kwargs = dict(kwargs)
         position = kwargs.pop(POSITION, None)
@@ -305,7 +297,7 @@ class Attached:
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         frame = current()
-        if frame is None or self._is_off or frame.of.over is not self._over:
+        if frame is None or self._blocks or frame.of.over is not self._over:
             return
         pop(within=frame.of)
         for generator, state in frame.of.random_state or ():
@@ -372,7 +364,7 @@ def _set(settings: Sequence[tuple[Any, str, Any]]) -> None:
 
 def _entering(attached: Attached, layer: Layer) -> Callable[..., None]:
     def enter(module: nn.Module, *_: Any) -> None:
-        if attached._is_off:
+        if attached._blocks:
             return
         frame = current()
         if frame is None or frame.of.over is not attached._over:
@@ -386,7 +378,7 @@ def _entering(attached: Attached, layer: Layer) -> Callable[..., None]:
 def _leaving(attached: Attached, layer: Layer) -> Callable[..., None]:
     def leave(module: nn.Module, _: Any, output: Any) -> None:
         frame = current()
-        if attached._is_off or frame is None or frame.layer is None or frame.layer.module is not module:
+        if attached._blocks or frame is None or frame.layer is None or frame.layer.module is not module:
             return
         pop()
         # None: an error is under way.
@@ -396,12 +388,10 @@ def _leaving(attached: Attached, layer: Layer) -> Callable[..., None]:
     return leave
 
 
-def _refusing(attached: Attached) -> Callable[..., None]:
-    names = {module: name for name, module in attached.model.named_modules()}
-
+def _refusing(attached: Attached, name: str) -> Callable[..., None]:
     def refuse(module: nn.Module, _: Any) -> None:
-        if not attached._is_off and current() is not None:
-            raise AttachError(f"{names.get(module, '')} ({type(module).__name__}): mixes tokens, and is not attached")
+        if not attached._blocks and current() is not None:
+            raise AttachError(f"{name} ({type(module).__name__}): mixes tokens, and is not attached")
 
     return refuse
 

@@ -45,13 +45,13 @@ def check_labels(model: nn.Module, names: Set[str], arguments: Mapping[str, Any]
         raise AttachError(f"{type(model).__name__}: {problem}; leave labels out, and take shift_labels")
 
 
-def redirect_loss(model: Any, names: Set[str]) -> Callable[[], None] | None:
+def redirect_loss(model: Any, names: Set[str]) -> list[Callable[[], None]]:
     """Give the model's loss shifted labels and the number of all ranks' where its own code does not pass them on.
 
-    The result undoes it. None: there is no such loss.
+    The result undoes it; empty: there is no such loss.
     """
     if not names & {_OF_TRANSFORMERS, _OF_FLA}:
-        return None
+        return []
     name = _OF_FLA if _OF_FLA in names else _OF_TRANSFORMERS
     # With fla, of its class: a deep copy has a head of its own.
     original = getattr(type(model) if name == _OF_FLA else model, name)
@@ -69,10 +69,10 @@ def redirect_loss(model: Any, names: Set[str]) -> Callable[[], None] | None:
 
     if name == _OF_FLA:
         vars(model)[name] = MethodType(loss, model)
-        return lambda: vars(model).pop(name, None)
+        return [lambda: vars(model).pop(name, None)]
     own = vars(model).get("_loss_function")
     model.loss_function = loss
-    return lambda: vars(model).pop("_loss_function", None) if own is None else vars(model).update(_loss_function=own)
+    return [lambda: vars(model).pop("_loss_function", None) if own is None else vars(model).update(_loss_function=own)]
 
 
 def load_balancing(

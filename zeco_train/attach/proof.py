@@ -404,7 +404,7 @@ class _Verification:
                 for key, scale in scales.items()
             }
             return [
-                Deviation(_named(key), error, allowed(max(one, typical), left[key]), one)
+                Deviation(key if isinstance(key, str) else key[0], error, allowed(max(one, typical), left[key]), one)
                 for key, (error, one) in found.items()
             ]
 
@@ -440,10 +440,6 @@ class _Verification:
 
 def _rows(row: int | None) -> slice:
     return slice(None) if row is None else slice(row, row + 1)
-
-
-def _named(key: tuple[str, int] | str) -> str:
-    return key if isinstance(key, str) else key[0]
 
 
 def _layer_of(name: str, layers: Iterable[str]) -> str:
