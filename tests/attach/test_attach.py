@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from tests.support import attach_models
 from tests.support.attach_models import VOCABULARY, InDouble, build, build_fla, compare, make_batch, padded
 from tests.support.commands import REPOSITORY
-from tests.support.distributed import on_ranks
-from zeco_train.attach import AttachError, attach
+from tests.support.distributed import on_ranks, run_distributed
+from zeco_train.attach import AttachError, attach, verify
+from zeco_train.attach import attached as attached_module
 from zeco_train.attach.inline import _REPLACED, digest_of
-from zeco_train.attach.linear import ANSWERS
+from zeco_train.attach.linear import REPLACEMENTS
+from zeco_train.attach.proof import prove
 from zeco_train.errors import ZecoError
 
 pytestmark = pytest.mark.numeric
@@ -102,12 +105,23 @@ def test_layers_of_fla_are_exact(rank: int, size: int) -> None:
         attach_models.use_plain_fla(patch)
         for name in ("GatedDeltaNet", "RetNet", "HGRN", "Mamba2"):
             check(name, lambda name=name: build_fla(name, num_hidden_layers=1), documents=DOCUMENTS, lengths=[62, 38])
+        model: Any = build_fla("HGRN", num_hidden_layers=1)
+        part = attach(model).shard(make_batch(1, 20))
+        twin = copy.deepcopy(model)
+        twin.lm_head.weight.data.zero_()
+        share = float((part["labels"] != -100).sum() / part["num_items_in_batch"])
+        assert float(twin(**part).loss) == pytest.approx(share * math.log(VOCABULARY))
+        assert float(model(**part).loss) != pytest.approx(share * math.log(VOCABULARY))
 
 
-@on_ranks(2)
-def test_adapters_of_peft_are_exact(rank: int, size: int) -> None:
-    peft = pytest.importorskip("peft")
+def test_adapters_of_peft_are_exact() -> None:
+    pytest.importorskip("peft")
+    run_distributed(adapters_are_exact, 2)
+
+
+def adapters_are_exact(rank: int, size: int) -> None:
     attach_models.hide_fla()
+    import peft
 
     def make() -> Any:
         config = peft.LoraConfig(target_modules=["q_proj", "in_proj_qkvz"], r=2, init_lora_weights=False)
@@ -151,13 +165,24 @@ def test_off_detach_and_copies(rank: int, size: int) -> None:
         assert [len(names) for names in attached.layers.values()] == [2, 2]
         part = attached.shard(whole)
         own = model(**part).logits
-        # In another thread than its own, a copy has its own weights and the same ranks.
+        # A copy has its own weights and the same ranks.
         twin = copy.deepcopy(model)
         twin.model.layers[1].self_attn.out_proj.weight.zero_()
         assert not torch.allclose(twin(**part).logits, own)
         with attached.off():
             assert torch.equal(model(**whole, use_cache=False).logits, wanted)
+            model.model.layers[0].mlp.eval()
+            modes = [module.training for module in model.modules()]
             assert attached.audit(whole) == []
+            assert [module.training for module in model.modules()] == modes
+            with attached.off():
+                pass
+            assert torch.equal(model(**whole, use_cache=False).logits, wanted)
+            # Unseen by `attach`, seen by the control.
+            mlp = model.model.layers[1].mlp
+            hook = mlp.register_forward_hook(lambda module, args, out: out.roll(1, 1))
+            assert attached.audit(whole) == [f"model.layers.1.mlp ({type(mlp).__name__})"]
+            hook.remove()
         assert torch.equal(model(**part).logits, own)
         attached.detach()
         assert torch.equal(model(**whole, use_cache=False).logits, wanted)
@@ -165,6 +190,70 @@ def test_off_detach_and_copies(rank: int, size: int) -> None:
     assert (model.config._attn_implementation, model.config.use_cache) == settings
     assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
     assert float((own - wanted[:, 10 * rank : 10 * rank + 10]).abs().max()) < TOLERANCE
+
+
+def own_kind(line: str) -> type[nn.Module]:
+    """A class with this line in its forward function."""
+    space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "__name__": "of_a_user"}
+    exec(f"def forward(self, x):\n    return {line}", space)
+    return type("Own", (nn.Module,), {"forward": space["forward"], "__module__": "of_a_user"})
+
+
+@on_ranks(2)
+def test_modules_of_a_user_and_parameters_that_differ_are_refused_by_name(rank: int, size: int) -> None:
+    attach_models.hide_fla()
+    model: Any = build("gpt2")
+    mlp, clean = model.transformer.h[1].mlp, {*vars(model)}
+    for line in (
+        "F.scaled_dot_product_attention(x, x, x)",
+        "(x @ x.mT).softmax(-1) @ x",
+        "x.cumsum(1)",
+        "F.conv1d(x, x)",
+        "flex_attention(x, x, x)",
+    ):
+        model.transformer.h[1].mlp = own_kind(line)()
+        with pytest.raises(AttachError, match=r"^transformer\.h\.1\.mlp \(Own\): "):
+            attach(model)
+    model.transformer.h[1].mlp = mlp
+    right = mlp.c_fc.bias.data.clone()
+    mlp.c_fc.bias.data[0] += rank
+    with pytest.raises(AttachError, match=r"^transformer\.h\.1\.mlp\.c_fc\.bias: differs between ranks 0 and 1"):
+        attach(model)
+    mlp.c_fc.bias.data.copy_(right)
+    # An error in the middle leaves nothing behind.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attached_module, "register", lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            attach(model)
+    assert {*vars(model)} == clean
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    attached = attach(model)
+    # Each time that a trainer enables checkpoints.
+    own = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
+    for _ in range(3):
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=own)
+        model(**attached.shard(make_batch(1, 8)))
+    attached.detach()
+    assert all(layer._gradient_checkpointing_func is own for layer in model.transformer.h)
+
+
+@on_ranks(2)
+def test_gradients_are_added_up_and_none_is_made_where_no_rank_has_one(rank: int, size: int) -> None:
+    attach_models.hide_fla()
+    model: Any = build("gpt2")
+    attached = attach(model)
+    first, *others, last = model.parameters()
+    last.data = last.data.float()
+    if rank == 1:
+        first.grad = torch.full_like(first, 3.0)
+    for parameter in (*others, last):
+        parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    others[0].grad = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attached_module, "_BUCKET", 40 * 8)
+        attached.reduce_gradients()
+    assert others[0].grad is None
+    assert all(bool((x.grad == 3.0).all()) for x in (first, *others[1:], last))
 
 
 TINY = {
@@ -186,6 +275,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPT2LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2}, "dropout"),
     ("GptOssForCausalLM", TINY | {"intermediate_size": 32, "head_dim": 8, "num_local_experts": 2}, "s_aux"),
     ("BambaForCausalLM", TINY | {"z_loss_coefficient": 0.1, "mamba_n_heads": 2}, "z_loss_coefficient"),
+    ("OPTForCausalLM", TINY | {"ffn_dim": 16, "word_embed_proj_dim": 16, "layerdrop": 0.5}, "layerdrop=0.5"),
     ("Llama4ForCausalLM", TINY | {"head_dim": 8, "attention_chunk_size": 4, "moe_layers": []}, "chunked_overlay"),
 ]
 
@@ -221,18 +311,28 @@ def test_batches_and_arguments_that_would_be_wrong_are_refused_by_name(rank: int
         ({**batch, "position_ids": jumps}, "position_ids"),
         ({**batch, "pixel_values": ids}, "pixel_values"),
         ({"labels": ids}, "input_ids"),
-        ({**batch, "cu_seq_lens_q": torch.tensor([0, 11])}, "documents"),
+        ({**batch, "cu_seq_lens_q": torch.tensor([0, 11])}, "cu_seq_lens_q"),
+        ({**batch, "cu_seq_lens_q": torch.tensor([0, 5, 12]), "seq_idx": ids * 0}, "seq_idx: begins other"),
+        ({**batch, "cu_seq_lens_q": torch.tensor([0, 5, 12]), "position_ids": torch.arange(12)[None]}, "position_ids"),
+        ({**batch, "position_ids": torch.arange(12).expand(3, -1)}, "position_ids"),
+        ({**batch, "labels": ids[:, 1:]}, "labels"),
     ]:
         with pytest.raises(AttachError, match=f"^{what}"):
             attached.shard(given)
     for options in ({"lengths": [11]}, {"documents": [[0, 12]]}, {"documents": [[0, 12], [1, 12]]}):
         with pytest.raises(AttachError, match=f"^{next(iter(options))}"):
             attached.shard(batch, **options)  # type: ignore[arg-type]
+    by_index = attached.shard({**batch, "seq_idx": (torch.arange(12) >= 5).int().expand(2, -1)})
+    assert [row.tolist() for row in by_index["sequence_position"].documents] == [[0, 5, 12]] * 2
+    assert by_index["position_ids"][0].tolist() == [*range(5), *range(7)]
+    with pytest.raises(AttachError, match="position_ids"):
+        attached.shard({"input_ids": ids[:1], "position_ids": jumps * 0}, [0, 5, 12])
     part = attached.shard(batch)
     short = attached.shard(make_batch(2, 11))
     for arguments, what in [
         (batch, "sequence_position"),
         (part | {"use_cache": True}, "use_cache"),
+        (part | {"attention_mask": mask}, "attention_mask"),
         (part | {"cu_seq_lens_q": ids}, "cu_seq_lens_q"),
         (part | {"shift_labels": None}, "shift_labels"),
         (part | {"num_items_in_batch": None}, "num_items_in_batch"),
@@ -245,6 +345,14 @@ def test_batches_and_arguments_that_would_be_wrong_are_refused_by_name(rank: int
         model.model(ids)
     with pytest.raises(AttachError, match="attached already"):
         attach(model)
+    with attached.off(), pytest.raises(AttachError, match=r"^detach"):
+        attached.detach()
+    with pytest.raises(AttachError, match=r"^input_ids"):
+        attached.audit({"labels": ids})
+    with pytest.raises(AttachError, match=r"^input_ids"):
+        verify(attached, {"inputs_embeds": torch.zeros(1, 4, 32), "labels": ids[:1, :4]})
+    with pytest.raises(AttachError, match=r"^make: .*importable"):
+        next(prove(lambda: model))
     import transformers
 
     settings = attach_models.MODELS["qwen3"].sizes
@@ -253,6 +361,25 @@ def test_batches_and_arguments_that_would_be_wrong_are_refused_by_name(rank: int
         pooled(**attach(pooled).shard({"input_ids": ids}))
     with pytest.raises(ZecoError, match="attention"):
         attach(model, attention="flash")
+
+
+@on_ranks(1)
+def test_a_compiled_model_takes_other_documents_without_compiling_again(rank: int, size: int) -> None:
+    attach_models.hide_fla()
+    from torch._dynamo.utils import counters
+
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 0}
+    model = build("qwen3_next", **layers).float()
+    attached, compiled = attach(model), torch.compile(model, backend="eager")
+    found = []
+    for number in range(4):
+        part = attached.shard(make_batch(2, 40), [[0, 5 + number, 40], [0, 20 - number, 30 + number, 40]])
+        loss = compiled(**part).loss
+        loss.backward()
+        assert float(loss.detach()) == pytest.approx(float(model(**part).loss.detach()), rel=1e-6)
+        found.append((sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]))
+    assert found[0][0] <= 30
+    assert {*found} == {found[0]}
 
 
 def test_audit_finds_a_module_that_mixes_tokens_unseen() -> None:
@@ -345,7 +472,9 @@ def test_functions_of_other_libraries_have_the_names_and_arguments_that_are_answ
             assert function is not None, f"{module} has no {name} any more"
             found = [*inspect.signature(inspect.unwrap(function)).parameters]
             assert found == arguments.split(), f"{module}.{name} takes other arguments"
-    assert {name for functions in CALLS.values() for name in functions} - {"load_balancing_loss_func"} <= ANSWERS.keys()
+    assert {name for functions in CALLS.values() for name in functions} - {
+        "load_balancing_loss_func"
+    } <= REPLACEMENTS.keys()
     for (package, name), (digest, _) in _REPLACED.items():
         place = {"fla": "fla.layers.mamba2", "transformers": "transformers.models.minimax.modeling_minimax"}[package]
         assert digest_of(getattr(importlib.import_module(place), name)) == digest, f"{name} of {package} has other code"

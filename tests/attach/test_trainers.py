@@ -38,6 +38,10 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
     arguments = TrainingArguments("out", use_cpu=True, per_device_train_batch_size=2, report_to=[], seed=3)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     prepare_trainer(trainer, attached)
+    with pytest.raises(AttachError, match=r"^prediction_loss_only"):
+        trainer.predict(rows)
+    with pytest.raises(AttachError, match=r"^labels"):
+        trainer.evaluate([{"input_ids": row["input_ids"]} for row in rows])
     found = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
     assert {tuple(ids.shape) for ids in found} == {(2, 4)}
     everyone: list[Any] = [None] * size

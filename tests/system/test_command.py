@@ -102,7 +102,9 @@ def test_every_command_enables_encoding_fallback() -> None:
     """All commands that README and docs/ name, except on upgrading.md, which lists commands that are gone."""
     pages = [REPOSITORY / "README.md", *set((REPOSITORY / "docs").glob("*.md")) - {REPOSITORY / "docs/upgrading.md"}]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    paths = {REPOSITORY / name for name in re.findall(r"(?:python|torchrun)[^|\n]* ((?:launch/)?\w+\.py)\b", text)}
+    named = re.findall(r"(?:python|torchrun)[^|\n]* ((?:launch/)?\w+\.py)\b", text)
+    # Not the programs that a page shows whole.
+    paths = {REPOSITORY / name for name in {*named} - {*re.findall(r"^```python\n# (\w+\.py)$", text, re.M)}}
     for name in re.findall(r" -m ((?:zeco_train|data)\.[\w.]+\w)", text):
         path = REPOSITORY / name.replace(".", "/")
         paths.add(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))

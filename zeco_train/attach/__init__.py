@@ -11,8 +11,20 @@ The package imports neither `data` nor `models`, so a project may have packages 
 
 from __future__ import annotations
 
-from zeco_train.attach.attached import Attached, attach
-from zeco_train.attach.forward import AttachError
-from zeco_train.attach.proof import Proof, verify
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeco_train.attach.attached import Attached, attach
+    from zeco_train.attach.forward import AttachError
+    from zeco_train.attach.proof import Proof, verify
 
 __all__ = ["AttachError", "Attached", "Proof", "attach", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the command reports a missing package in a line of its own.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from zeco_train.attach import proof
+
+    return getattr(proof, name)

@@ -29,10 +29,8 @@ from zeco_train.system.command import errors_in_a_line
 from zeco_train.system.numbers import check_least
 
 _USAGE = "python -m zeco_train.attach verify FOLDER [KEY=VALUE ...]"
-# A stranger's config.json chooses how many modules there are; each takes time and memory even without weights.
-_MOST_PARTS = 10_000
-# Of a parameter: itself in fp64 and in its dtype, and its gradients on one device, over ranks, and as they are made.
-_BYTES = 40
+# A stranger's config.json chooses it; each layer takes time and memory even without weights.
+_MOST_LAYERS = 10_000
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -86,7 +84,7 @@ def _verify(arguments: list[str]) -> int:
         has_weights = any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
     # Neither code nor anything else from the network.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    name = _checked(folder, settings)
+    name = _checked(folder)
     if has_weights:
         stored_weights(folder)
     make = partial(build, folder, settings.dtype, settings.seed, has_weights=has_weights)
@@ -137,30 +135,18 @@ def _config(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _checked(folder: Path, settings: ProofSettings) -> str:
-    """The name of the model's class; an error if transformers has none, or the ranks do not fit into memory."""
+def _checked(folder: Path) -> str:
+    """The name of the model's class; an error if transformers has none."""
     record = read_record(folder / HF_CONFIG_FILE)
-    for name, value in _numbers(record):
-        if name.startswith(("num_", "n_")) and value > _MOST_PARTS:
-            raise AttachError(f"{folder}: {name}={value} of {HF_CONFIG_FILE}: more than {_MOST_PARTS:,}")
+    for part in (record, record.get("text_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > _MOST_LAYERS:
+            raise AttachError(f"{folder}: num_hidden_layers={layers} of {HF_CONFIG_FILE}: more than {_MOST_LAYERS:,}")
     _quiet()
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(_config(folder), trust_remote_code=False)
+            return type(AutoModelForCausalLM.from_config(_config(folder), trust_remote_code=False)).__name__
     except Exception as error:  # whatever a stranger's numbers bring about
         raise AttachError(f"{folder}: transformers has no model for it: {first_cause(error)}") from error
-    needed = settings.ranks * _BYTES * sum(p.numel() for p in model.parameters())
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > free:
-        needs = f"{settings.ranks} ranks need {needed >> 30} GiB in fp64, {free >> 30} are free"
-        raise AttachError(f"{folder}: {needs}: take fewer layers in a copy of {HF_CONFIG_FILE}")
-    return type(model).__name__
-
-
-def _numbers(record: Any) -> list[tuple[str, int]]:
-    if not isinstance(record, dict):
-        return []
-    own = [(name, value) for name, value in record.items() if isinstance(value, int)]
-    return own + [pair for value in record.values() for pair in _numbers(value)]

@@ -8,30 +8,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from zeco_train.attach.audit import audit_modules
 from zeco_train.attach.forward import AttachError, Checkpoint, Frame, Layer, Pass, current, pop, push
 from zeco_train.attach.inline import inline_of
 from zeco_train.attach.layers import MIXING_MODULES, find_layers, forward_of, names_of
-from zeco_train.attach.linear import ANSWERS
+from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.losses import LOSSES, check_labels, check_losses, redirect_loss
-from zeco_train.attach.pieces import POSITION, Documents, cut
-from zeco_train.attach.softmax import IMPLEMENTATION, SOFTMAX, register
+from zeco_train.attach.shard import POSITION, Documents, cut
+from zeco_train.attach.softmax import IMPLEMENTATION, register
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.method_registry import AttentionChoice
 from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import GroupExchange
 
 _READ_BY_SHARD = "give it to `shard`, which reads documents from it"
-# Arguments of a model that cannot be of a part of a sequence.
+# Arguments that make no sense for a slice.
 _REFUSED = {
     "cache_params": "generate with the model detached",
     "cu_seq_lens_k": _READ_BY_SHARD,
@@ -44,6 +46,11 @@ _REFUSED = {
     "seq_idx": _READ_BY_SHARD,
     "use_cache": "generate with the model detached",
 }
+# Attributes of modules of transformers and fla that hold a function for checkpointing.
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+# Bytes of gradients that are sent as one message.
+_BUCKET = 25 << 20
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def attach(
@@ -62,10 +69,10 @@ def attach(
         model: whose layers mix tokens by functions that are known, see docs/attach.md.
         group: of the ranks that share sequences; None is the default group.
         attention: how softmax layers read other ranks' tokens: "auto", "ring", "ulysses" or "all_gather".
-        timeout: the longest wait for another rank.
+        timeout: the longest wait of a layer for another rank; sums over `group` wait as long as it does.
 
     Raises:
-        AttachError: a module that would be wrong over ranks, by its name.
+        AttachError: a module that would be wrong over ranks, or a parameter that differs between them, by its name.
         ConfigError: an unknown method; torch.distributed is not initialised, or this process is not in the group.
     """
     if attention not in AttentionChoice.__members__:
@@ -101,11 +108,18 @@ class Attached:
         self._check()
         self._over = GroupExchange(SPConfig(attention=attention), group, timeout, halo=True)
         self.group, self.rank, self.size = self._over.group, self._over.rank, self._over.size
+        self._check_parameters()
         self._undo: list[Callable[[], None]] = []
-        self._thread = threading.local()
-        self._is_random = any(map(_is_random, model.modules()))
+        self._is_random = any(random_settings(module) for module in model.modules())
+        # Of configurations, as they were, and those of an attached model while it is off.
         self._settings: list[tuple[Any, str, Any]] = []
-        self._attach()
+        self._own: list[tuple[Any, str, Any]] = []
+        self._blocks = 0
+        try:
+            self._attach()
+        except BaseException:
+            self.detach()
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         # A copy of the model is attached to the same ranks.
@@ -133,29 +147,46 @@ class Attached:
 
     def reduce_gradients(self) -> None:
         """Add up the gradients of all ranks of the sequence, for a loop without DDP or FSDP. Collective."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                # A rank's tokens may have chosen no expert that another rank's have.
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=self.group)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # A rank's tokens may have chosen no expert that another rank's have; what no rank used is not trained.
+        is_used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=self._over.device)
+        dist.all_reduce(is_used, group=self.group)
+        used = [parameter for parameter, count in zip(parameters, is_used.tolist(), strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for grads in _take_tensors([parameter.grad for parameter in used], _BUCKET):
+            flat = _flatten_dense_tensors(grads)
+            dist.all_reduce(flat, group=self.group)
+            for grad, total in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
+                grad.copy_(total)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """In the block, calls of the model by this thread are of whole sequences, as if it were not attached."""
-        before, self._thread.is_off = self._is_off, True
-        own = [(owner, name, getattr(owner, name)) for owner, name, _ in self._settings]
-        _set(self._settings)
+        """In the block, calls of the model are of whole sequences, as if it were not attached; of all threads."""
+        with _lock:
+            if not self._blocks:
+                self._own = [(owner, name, getattr(owner, name)) for owner, name, _ in self._settings]
+                _set(self._settings)
+            self._blocks += 1
         try:
             yield
         finally:
-            self._thread.is_off = before
-            _set(own)
+            with _lock:
+                self._blocks -= 1
+                if not self._blocks:
+                    _set(self._own)
 
     def detach(self) -> None:
-        """Make the model what it was."""
+        """Make the model what it was; not within `off()`."""
+        if self._blocks:
+            raise AttachError("detach: within `off()`, whose end would attach the model's settings again")
         while self._undo:
             self._undo.pop()()
+        for module in self.model.modules():
+            for name in _CHECKPOINTS:
+                if isinstance(function := vars(module).get(name), Checkpoint):
+                    setattr(module, name, function.function)
 
     def audit(self, batch: Mapping[str, Any]) -> list[str]:
         """The modules that mix tokens and are not attached, by name and class; none means that the model is exact.
@@ -165,32 +196,38 @@ class Attached:
         with self.off():
             return audit_modules(self.model, batch, [layer.module for layer in self.attached])
 
-    @property
-    def _is_off(self) -> bool:
-        return getattr(self._thread, "is_off", False)
-
     def _check(self) -> None:
         check_losses(self._root, self._names, getattr(self._root, "config", None))
         for name, module in self.model.named_modules():
             kinds = str(getattr(module, "rope_type", ""))
             if "dynamic" in kinds or "longrope" in kinds:
                 raise AttachError(f"{name} ({type(module).__name__}): rope_type {kinds} depends on a rank's own length")
+            if rate := getattr(module, "layerdrop", None):
+                problem = f"layerdrop={rate} would leave out other layers on each rank; set it to 0"
+                raise AttachError(f"{name} ({type(module).__name__}): {problem}")
         if self.layers["softmax"] and "position_ids" not in self._parameters:
             raise AttachError(f"{type(self._root).__name__}: takes no position_ids, so positions would be a rank's own")
+
+    def _check_parameters(self) -> None:
+        mine = {name: (tuple(x.shape), _checksum(x)) for name, x in self.model.named_parameters()}
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        for rank, theirs in enumerate(everyone):
+            if wrong := [name for name in everyone[0] | theirs if theirs.get(name) != everyone[0].get(name)]:
+                raise AttachError(f"{wrong[0]}: differs between ranks 0 and {rank} of the group; load the same on all")
 
     def _attach(self) -> None:
         handled = {layer.module for layer in self.attached}
         for layer in self.attached:
             self._hook(layer.module, _entering(self, layer), _leaving(self, layer))
-            self._redirect(layer.module, ANSWERS | SOFTMAX, in_layer=True)
+            self._redirect(layer.module, REPLACEMENTS, in_layer=True)
             if (replacement := inline_of(layer)) is not None:
                 self._replace(layer.module, replacement)
-        for module in self.model.modules():
+        for name, module in self.model.named_modules():
             self._redirect(module, LOSSES, in_layer=False)
             if isinstance(module, MIXING_MODULES) and module not in handled:
-                self._undo.append(module.register_forward_pre_hook(_refusing(self)).remove)
-        if (undo := redirect_loss(self._root, self._names)) is not None:
-            self._undo.append(undo)
+                self._undo.append(module.register_forward_pre_hook(_refusing(self, name)).remove)
+        self._undo += redirect_loss(self._root, self._names)
         self._hook(self.model, self._enter, self._leave)
         # Not by use_cache=False in each call: some forward functions do not take it, but pass it on.
         configs: list[Any] = [module.config for module in self.model.modules() if hasattr(module, "config")]
@@ -229,7 +266,7 @@ class Attached:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Before the model's own forward function: the pass begins.
-        if self._is_off:
+        if self._blocks:
             return None
         kwargs = dict(kwargs)
         position = kwargs.pop(POSITION, None)
@@ -240,33 +277,35 @@ class Attached:
             if value is not None and not (isinstance(value, int) and value == 0):
                 raise AttachError(f"{name}: {remedy}")
         if len(args) > 1:
-            raise AttachError(f"{type(module).__name__}: takes {len(args)} arguments by position, expected names")
+            raise AttachError(f"{type(module).__name__}: {len(args)} arguments by position; pass arguments by keyword")
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
             raise AttachError("input_ids: missing, and inputs_embeds, too")
         self._check_position(position, tokens)
         check_labels(self._root, self._names, kwargs)
-        positions = kwargs.get("position_ids")
+        positions, mask = kwargs.get("position_ids"), kwargs.pop("attention_mask", None)
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
+            raise AttachError("attention_mask: give it to `shard`, which cuts it")
         if "position_ids" not in self._parameters:
             kwargs.pop("position_ids", None)
         self._wrap_checkpoints(module)
         state = _draw_apart(tokens, self.rank) if module.training and self._is_random else None
         labels = {name: kwargs.get(name) for name in ("shift_labels", "num_items_in_batch")}
-        push(Frame(Pass(position, self._over, positions, labels, kwargs.pop("attention_mask", None), state)))
+        push(Frame(Pass(position, self._over, positions, labels, mask, state)))
         return args, kwargs
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         frame = current()
-        if frame is None or self._is_off or frame.of.over is not self._over:
+        if frame is None or self._blocks or frame.of.over is not self._over:
             return
         pop(within=frame.of)
         for generator, state in frame.of.random_state or ():
             generator.set_state(state)
         logits, tokens = getattr(output, "logits", None), frame.of.position.num_tokens
         if isinstance(logits, torch.Tensor) and (logits.dim() < 3 or logits.shape[1] != tokens):
-            problem = f"logits {list(logits.shape)} are not of the {tokens} tokens of a rank"
-            raise AttachError(f"{type(module).__name__}: {problem}, but of some of all ranks'")
+            problem = f"logits {list(logits.shape)}, expected [B, t, V] for this rank's t = {tokens} tokens"
+            raise AttachError(f"{type(module).__name__}: {problem}")
 
     def _check_position(self, position: Any, tokens: torch.Tensor) -> None:
         if tokens.shape[1] != position.num_tokens:
@@ -278,11 +317,10 @@ class Attached:
     def _wrap_checkpoints(self, model: nn.Module) -> None:
         # Each time: a trainer may enable checkpointing, or change its function, whenever it likes.
         for module in model.modules():
-            for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+            for name in _CHECKPOINTS:
                 function = vars(module).get(name)
                 if callable(function) and not isinstance(function, Checkpoint):
                     setattr(module, name, Checkpoint(function))
-                    self._undo.append(partial(setattr, module, name, function))
 
 
 # Ranks whose generators are alike would drop the same places of different tokens. The numbers after the pass are those
@@ -298,11 +336,18 @@ def _draw_apart(tokens: torch.Tensor, rank: int) -> list[tuple[torch.Generator, 
     return states
 
 
-def _is_random(module: nn.Module) -> bool:
-    # Dropout and noise, in a module's own settings or its dropout's.
-    own = {name: value for name, value in vars(module).items() if isinstance(value, float) and value > 0}
-    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and "p" in own
-    return is_dropout or any("dropout" in name or "jitter" in name for name in own)
+def random_settings(module: nn.Module) -> list[str]:
+    """Names of a module's own settings of dropout and noise that are not 0."""
+    own = [name for name, value in vars(module).items() if isinstance(value, float) and value > 0]
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    return [name for name in own if (is_dropout and name == "p") or "dropout" in name or "jitter" in name]
+
+
+def _checksum(x: Tensor) -> int:
+    # Of the numbers' bits, which add up exactly in any order.
+    if x.is_meta or isinstance(x, DTensor) or x.element_size() not in _BITS:
+        return 0
+    return int(x.detach().contiguous().view(_BITS[x.element_size()]).sum())
 
 
 def _language_model(model: nn.Module) -> nn.Module:
@@ -319,7 +364,7 @@ def _set(settings: Sequence[tuple[Any, str, Any]]) -> None:
 
 def _entering(attached: Attached, layer: Layer) -> Callable[..., None]:
     def enter(module: nn.Module, *_: Any) -> None:
-        if attached._is_off:
+        if attached._blocks:
             return
         frame = current()
         if frame is None or frame.of.over is not attached._over:
@@ -333,7 +378,7 @@ def _entering(attached: Attached, layer: Layer) -> Callable[..., None]:
 def _leaving(attached: Attached, layer: Layer) -> Callable[..., None]:
     def leave(module: nn.Module, _: Any, output: Any) -> None:
         frame = current()
-        if attached._is_off or frame is None or frame.layer is None or frame.layer.module is not module:
+        if attached._blocks or frame is None or frame.layer is None or frame.layer.module is not module:
             return
         pop()
         # None: an error is under way.
@@ -343,12 +388,10 @@ def _leaving(attached: Attached, layer: Layer) -> Callable[..., None]:
     return leave
 
 
-def _refusing(attached: Attached) -> Callable[..., None]:
-    names = {module: name for name, module in attached.model.named_modules()}
-
+def _refusing(attached: Attached, name: str) -> Callable[..., None]:
     def refuse(module: nn.Module, _: Any) -> None:
-        if not attached._is_off and current() is not None:
-            raise AttachError(f"{names.get(module, '')} ({type(module).__name__}): mixes tokens, and is not attached")
+        if not attached._blocks and current() is not None:
+            raise AttachError(f"{name} ({type(module).__name__}): mixes tokens, and is not attached")
 
     return refuse
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeco_train.attach.forward import AttachError
+
 # Relative to the largest output: rounding of sums in another order, as experts have them.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LONGEST = 61
@@ -20,7 +22,8 @@ def audit_modules(model: nn.Module, batch: Mapping[str, Any], attached: Sequence
     its own code is not seen, nor what the modules around it do, only what they call.
     """
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
-    assert tokens is not None, "a batch has input_ids or inputs_embeds"
+    if tokens is None:
+        raise AttachError("input_ids: missing, and inputs_embeds, too")
     length = _length(model, tokens.shape[1])
     name = "input_ids" if "input_ids" in batch else "inputs_embeds"
     around = {module for module in model.modules() if {*module.modules()} & {*attached}}
@@ -48,12 +51,13 @@ def audit_modules(model: nn.Module, batch: Mapping[str, Any], attached: Sequence
         for name, module in model.named_modules()
         if name and module not in around
     ]
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
             model.eval()(**{name: tokens[:1, :length]})
     finally:
-        model.train(training)
+        for module, flag in training.items():
+            module.training = flag
         for one in hooks:
             one.remove()
     return [*found.values()]

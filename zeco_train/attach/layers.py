@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
@@ -11,8 +13,7 @@ from torch import nn
 
 from zeco_train.attach.forward import AttachError, Layer, class_of
 from zeco_train.attach.inline import inline_of
-from zeco_train.attach.linear import ANSWERS
-from zeco_train.attach.softmax import SOFTMAX
+from zeco_train.attach.linear import REPLACEMENTS
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # Of one token after a cache, which an attached model has none of.
@@ -22,12 +23,17 @@ _STEPS = {
     "recurrent_kimi_delta_attention",
     "torch_recurrent_gated_delta_rule",
 }
-_PRODUCTS = {"baddbmm", "bmm", "einsum", "matmul"}
-_ATTENTIONS = {"_flash_attention_forward", "flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention"}
+_PRODUCTS = {"@", "baddbmm", "bmm", "einsum", "matmul"}
+_FLASH = {"_flash_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
+_ATTENTIONS = {"flex_attention", "scaled_dot_product_attention", *_FLASH}
+# These are refused in a user's own classes; transformers counts tokens and positions by sums.
+_MIXING = {"conv1d", "cumsum"}
 # Functions by which transformers' other models mix tokens in their own code.
 _RECURRENCES = {"_rnn_scan", "mlstm_backend", "rnn_scan", "rwkv_linear_attention"}
 # Of fla's operators, those that work token by token.
 _BY_TOKEN = ("fla.ops.attnres", "fla.ops.utils")
+# Packages whose modules work token by token, but for `MIXING_MODULES`.
+_TRUSTED = ("torch.", "peft.")
 # Modules that mix tokens when they are called; a layer may own one for its weights only.
 MIXING_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
 
@@ -37,13 +43,17 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     return inspect.unwrap(class_of(module).forward)
 
 
-def names_of(module: nn.Module) -> set[str]:
+def names_of(module: nn.Module) -> frozenset[str]:
     """The names that the forward function of a module uses, and those of its own methods and module that it calls."""
-    function = forward_of(module)
-    return _names(function, class_of(module)) if isinstance(function, FunctionType) else set()
+    owner: Any = class_of(module)
+    return _names(owner)
 
 
-def _names(function: FunctionType, owner: type) -> set[str]:
+@functools.cache
+def _names(owner: Any) -> frozenset[str]:
+    function = inspect.unwrap(owner.forward)
+    if not isinstance(function, FunctionType):
+        return frozenset()
     found: set[str] = set()
     pending, seen = [function], set()
     while pending:
@@ -55,13 +65,16 @@ def _names(function: FunctionType, owner: type) -> set[str]:
             found.add(name)
             for other in (inspect.getattr_static(owner, name, None), one.__globals__.get(name)):
                 other = inspect.unwrap(other) if isinstance(other, FunctionType) else other
-                if isinstance(other, FunctionType) and other.__module__ == function.__module__ and name not in ANSWERS:
+                if not isinstance(other, FunctionType) or name in REPLACEMENTS:
+                    continue
+                if other.__module__ == function.__module__:
                     pending.append(other)
-    return found
+    return frozenset(found)
 
 
 def _code_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
+    yield from ["@"] if any(each.argrepr == "@" for each in dis.get_instructions(code)) else []
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _code_names(constant)
@@ -71,14 +84,16 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """The layers to attach. Raises AttachError for one that mixes tokens in unknown ways, or if none does."""
     found = []
     for name, module in model.named_modules():
+        if class_of(module).__module__.startswith(_TRUSTED):
+            continue
         names = names_of(module)
-        layer = Layer(name, module, "softmax" if names & {REGISTRY, *SOFTMAX} else "linear")
+        layer = Layer(name, module, "softmax" if REGISTRY in names else "linear")
         if REGISTRY in names and getattr(module, "is_causal", True) is False:
             raise layer.error("is not causal")
-        is_known = bool(names & {REGISTRY, *SOFTMAX, *ANSWERS})
+        is_known = bool(names & {REGISTRY, *REPLACEMENTS})
         if inline_of(layer) is not None:
             found.append(layer)
-        elif problem := _unknown_call(module, names) or (None if is_known else _own_attention(module, names)):
+        elif problem := _unknown_call(module, names) or (None if is_known else _own_mixing(module, names)):
             raise layer.error(problem)
         elif is_known:
             found.append(layer)
@@ -87,18 +102,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return found
 
 
-def _is_foreign(module: nn.Module) -> bool:
-    # Of these libraries, or of code beside a checkpoint (`transformers_modules`).
-    return class_of(module).__module__.startswith(("transformers", "fla."))
-
-
-def _unknown_call(module: nn.Module, names: set[str]) -> str | None:
-    if not _is_foreign(module):
-        return None
+def _unknown_call(module: nn.Module, names: frozenset[str]) -> str | None:
     if class_of(module).__name__.endswith("Indexer"):
         return "selects the keys that queries read, from one rank's"
     space = getattr(forward_of(module), "__globals__", {})
-    for name in sorted(names - ANSWERS.keys() - SOFTMAX.keys() - _STEPS):
+    for name in sorted(names - REPLACEMENTS.keys() - _STEPS):
         place = str(getattr(space.get(name), "__module__", ""))
         is_operator = place.startswith("fla.ops.") and not place.startswith(_BY_TOKEN) and callable(space[name])
         if name in _RECURRENCES or is_operator or has_kernel(space.get(name)):
@@ -106,10 +114,11 @@ def _unknown_call(module: nn.Module, names: set[str]) -> str | None:
     return None
 
 
-def _own_attention(module: nn.Module, names: set[str]) -> str | None:
-    if _is_foreign(module) and (names & _ATTENTIONS or ("softmax" in names and names & _PRODUCTS)):
+def _own_mixing(module: nn.Module, names: frozenset[str]) -> str | None:
+    is_of_library = class_of(module).__module__.startswith(("transformers.", "fla."))
+    if names & _ATTENTIONS or ("softmax" in names and names & (_PRODUCTS - {"@"} if is_of_library else _PRODUCTS)):
         return "computes attention in its own code, not by the registry of attention functions"
-    return None
+    return None if is_of_library or not names & _MIXING else f"may mix tokens by {min(names & _MIXING)} in its own code"
 
 
 def has_kernel(thing: Any) -> bool:

@@ -144,22 +144,21 @@ def mamba2_chunk_scan(
 
 
 def _left_out(frame: Frame, *args: Any, **kwargs: Any) -> None:
-    """A fused function that its caller can do without, as it says by None."""
+    """A fused function, which is optional: returning None makes the caller use its unfused path."""
 
 
 def causal_conv1d(
     frame: Frame,
     x: Tensor,
-    weight: Tensor | None = None,
+    weight: Any = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """fla: x [B, T, C], weight [C, w] → y as x."""
-    refuse_unknown(frame, "causal_conv1d", rest, backend=...)
+    refuse_unknown(frame, "causal_conv1d", {**rest, "no weight": weight is None}, backend=...)
     act = _activation(frame, activation)
-    assert weight is not None, "the weight of a convolution"
     y = act(convolution(frame, x, weight, bias))
     return y if residual is None else y + residual, None
 
@@ -207,9 +206,8 @@ def fla_gla(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """q, k, g [B, T, H, K], v [B, T, H, V] → o as v; the log-decays are `g`, or `gk`."""
-    refuse_unknown(frame, "gated linear attention", rest, state_v_first=True)
-    decays = gk if g is None else g
-    assert decays is not None, "gated linear attention has decays"
+    decays: Any = gk if g is None else g
+    refuse_unknown(frame, "gated linear attention", {**rest, "no decays": decays is None}, state_v_first=True)
     operands = q.to(v.dtype), k.to(v.dtype), v, decays.to(accumulation_dtype(v.dtype))
     return frame.mix("gla", operands, scale), None
 
@@ -253,7 +251,7 @@ def rotary_embedding(
 
 
 # By the name of the function in the module of its layer: transformers', then fla's.
-ANSWERS: dict[str, Answer] = {
+REPLACEMENTS: dict[str, Answer] = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
     "chunk_kimi_delta_attention": chunk_gated_delta_rule,

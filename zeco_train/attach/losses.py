@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _SHIFTED = ("shift_labels", "num_items_in_batch")
 _MEANS = ("z_loss_coefficient", "router_z_loss_coef", "use_l2warp")
 
 
-def check_losses(model: nn.Module, names: set[str], config: Any) -> None:
+def check_losses(model: nn.Module, names: Set[str], config: Any) -> None:
     """Refuse a model, given the names in its code, whose loss has terms that the ranks' parts do not add up to."""
     for setting in _MEANS:
         if getattr(config, setting, None):
@@ -32,7 +33,7 @@ def check_losses(model: nn.Module, names: set[str], config: Any) -> None:
         raise AttachError(f"{type(model).__name__}: {unknown[0]} is a loss that is not known over ranks")
 
 
-def check_labels(model: nn.Module, names: set[str], arguments: Mapping[str, Any]) -> None:
+def check_labels(model: nn.Module, names: Set[str], arguments: Mapping[str, Any]) -> None:
     """Refuse labels that the model would shift within a slice, or divide by the number of one rank's labels."""
     if arguments.get("labels") is None:
         return
@@ -44,15 +45,16 @@ def check_labels(model: nn.Module, names: set[str], arguments: Mapping[str, Any]
         raise AttachError(f"{type(model).__name__}: {problem}; leave labels out, and take shift_labels")
 
 
-def redirect_loss(model: Any, names: set[str]) -> Callable[[], None] | None:
+def redirect_loss(model: Any, names: Set[str]) -> list[Callable[[], None]]:
     """Give the model's loss shifted labels and the number of all ranks' where its own code does not pass them on.
 
-    The result undoes it. None: there is no such loss.
+    The result undoes it; empty: there is no such loss.
     """
     if not names & {_OF_TRANSFORMERS, _OF_FLA}:
-        return None
+        return []
     name = _OF_FLA if _OF_FLA in names else _OF_TRANSFORMERS
-    original = getattr(model, name)
+    # With fla, of its class: a deep copy has a head of its own.
+    original = getattr(type(model) if name == _OF_FLA else model, name)
     known = {*inspect.signature(original).parameters}
 
     @wraps(original)
@@ -66,11 +68,11 @@ def redirect_loss(model: Any, names: set[str]) -> Callable[[], None] | None:
         return original(*args, **{**kwargs, **given})
 
     if name == _OF_FLA:
-        vars(model)[name] = loss
-        return lambda: vars(model).pop(name, None)
+        vars(model)[name] = MethodType(loss, model)
+        return [lambda: vars(model).pop(name, None)]
     own = vars(model).get("_loss_function")
     model.loss_function = loss
-    return lambda: vars(model).pop("_loss_function", None) if own is None else vars(model).update(_loss_function=own)
+    return [lambda: vars(model).pop("_loss_function", None) if own is None else vars(model).update(_loss_function=own)]
 
 
 def load_balancing(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import pickle
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from zeco_train.attach.attached import Attached, attach
+from zeco_train.attach.attached import Attached, attach, random_settings
 from zeco_train.attach.forward import AttachError
 from zeco_train.attach.layers import forward_of, has_kernel
-from zeco_train.attach.linear import ANSWERS
-from zeco_train.attach.pieces import POSITION
+from zeco_train.attach.linear import REPLACEMENTS
+from zeco_train.attach.shard import POSITION
 from zeco_train.errors import ZecoError
 from zeco_train.ops.position import SequencePosition
 from zeco_train.system.terminal import format_table
@@ -65,7 +66,7 @@ class Deviation:
         return not self.error <= self.allowed
 
     def __str__(self) -> str:
-        return f"{self.name}: off by {self.error:.1e}, allowed are {self.allowed:.1e}"
+        return f"{self.name}: error {self.error:.1e}, limit {self.allowed:.1e}"
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,12 @@ class Comparison:
         loss: of all ranks.
         output: the first module, in order of the forward pass, whose output is wrong on some rank; a module inside a
             mixer is named with it.
-        passed_back: where outputs and loss are right, the first in order of the backward pass with a wrong gradient.
         gradients: of every parameter that has one, in the model's order.
     """
 
     dtype: str
     loss: Deviation
     output: Deviation | None
-    passed_back: Deviation | None
     gradients: tuple[Deviation, ...]
 
     @property
@@ -92,7 +91,6 @@ class Comparison:
         """A line each: the first wrong module, the loss, then each wrong gradient."""
         found = [] if self.output is None else [f"first wrong output: {self.output}"]
         found += [f"wrong {self.loss}"] if self.loss.is_wrong else []
-        found += [] if self.passed_back is None else [f"first wrong gradient of an output: {self.passed_back}"]
         found += [f"wrong gradient of {each}" for each in self.gradients if each.is_wrong]
         return [f"{self.dtype}: {line}" for line in found]
 
@@ -196,6 +194,10 @@ def prove(
     """
     work = partial(_prove, make, tokens, batch, tuple(documents), seed)
     try:
+        pickle.dumps(work)
+    except Exception as error:  # of whatever it holds
+        raise AttachError(f"make: must be a function of an importable module, for other processes: {error}") from error
+    try:
         for found in rows_of_own_ranks(work, ranks, len(documents), timeout, (__name__, "transformers.modeling_utils")):
             if isinstance(found, ZecoError):
                 raise found
@@ -268,13 +270,11 @@ class _Run:
 
     Attributes:
         outputs: by module and call, of this rank's tokens, in the order in which the modules end.
-        passed_back: gradients of these outputs, in the order of the backward pass.
         loss: [] fp64, of the whole batch.
         gradients: of the whole batch.
     """
 
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    passed_back: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -284,7 +284,9 @@ class _Verification:
         self.attached, self.model = attached, attached.model
         if any(isinstance(p, DTensor) for p in self.model.parameters()):
             raise AttachError("verify: parameters are sharded; verify the model before FSDP")
-        self.batch = {"labels": batch["input_ids"], **batch}
+        if batch.get("input_ids") is None:
+            raise AttachError("input_ids: missing; verify takes no inputs_embeds")
+        self.batch = {"labels": batch["input_ids"], **{name: x for name, x in batch.items() if x is not None}}
         self.part = attached.shard(self.batch, documents=documents, lengths=lengths)
         if not self.part["num_items_in_batch"]:
             raise AttachError("labels: a batch without any compares nothing")
@@ -348,25 +350,18 @@ class _Verification:
             row, start, stop = of_row, of_start, of_stop
             calls.clear()
 
-        def put(into: dict[tuple[str, int], Tensor], key: tuple[str, int], x: Tensor, where: tuple[Any, ...]) -> None:
-            rows, begins, ends = where
-            kept = into.setdefault(key, x.new_zeros(batch, last - first, *x.shape[2:]))
-            a, b = max(begins, first), min(ends, last)
-            if a < b:
-                kept[rows, a - first : b - first] = x.detach()[:, a - begins : b - begins]
-
         def record(name: str, _: nn.Module, __: Any, output: Any) -> None:
             x = _first_tensor(output)
             rows = batch if row is None else 1
             if x is None or x.dim() < 3 or x.shape[0] not in (1, rows) or x.shape[1] != stop - start:
                 return
             # Positions may be those of all sequences.
-            x = x if x.shape[0] == rows else x.detach().expand(rows, *x.shape[1:])
-            key, where = (name, calls[name]), (_rows(row), start, stop)
+            x = x.detach().expand(rows, *x.shape[1:])
+            kept = run.outputs.setdefault((name, calls[name]), x.new_zeros(batch, last - first, *x.shape[2:]))
             calls[name] += 1
-            put(run.outputs, key, x, where)
-            if x.requires_grad:
-                x.register_hook(lambda grad: put(run.passed_back, key, grad, where))
+            a, b = max(start, first), min(stop, last)
+            if a < b:
+                kept[_rows(row), a - first : b - first] = x[:, a - start : b - start]
 
         named = [(name, module) for name, module in self.model.named_modules() if name]
         hooks = [module.register_forward_hook(partial(record, name)) for name, module in named]
@@ -379,7 +374,7 @@ class _Verification:
     def _finish(self, run: _Run) -> _Run:
         # What a module makes of padding reaches no token.
         if (is_token := self.part.get("attention_mask")) is not None:
-            for x in (*run.outputs.values(), *run.passed_back.values()):
+            for x in run.outputs.values():
                 x[~is_token.bool()] = 0.0
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -409,26 +404,19 @@ class _Verification:
                 for key, scale in scales.items()
             }
             return [
-                Deviation(_named(key), error, allowed(max(one, typical), left[key]), one)
+                Deviation(key if isinstance(key, str) else key[0], error, allowed(max(one, typical), left[key]), one)
                 for key, (error, one) in found.items()
             ]
 
         def allowed(one: float, left: float = 0.0) -> float:
             return EXACT if is_fp64 else max(NOISE * one, 4 * torch.finfo(dtype).eps * max(1.0, left))
 
-        def first_wrong(of: list[Deviation]) -> Deviation | None:
-            wrong = next((each for each in of if each.is_wrong), None)
-            return wrong and replace(wrong, name=self._describe(wrong.name))
-
         off, one = ((run.loss - exact.loss).abs().item() / abs(exact.loss.item()) for run in (ranks, alone))
-        output = first_wrong(deviations("outputs", 0.0))
-        loss = Deviation("loss", off, allowed(one), one)
-        is_right = output is None and not loss.is_wrong
+        output = next((each for each in deviations("outputs", 0.0) if each.is_wrong), None)
         return Comparison(
             dtype=str(dtype).removeprefix("torch."),
-            loss=loss,
-            output=output,
-            passed_back=first_wrong(deviations("passed_back", _SMALLEST)) if is_right else None,
+            loss=Deviation("loss", off, allowed(one), one),
+            output=output and replace(output, name=self._describe(output.name)),
             gradients=tuple(deviations("gradients", _SMALLEST)),
         )
 
@@ -454,10 +442,6 @@ def _rows(row: int | None) -> slice:
     return slice(None) if row is None else slice(row, row + 1)
 
 
-def _named(key: tuple[str, int] | str) -> str:
-    return key if isinstance(key, str) else key[0]
-
-
 def _layer_of(name: str, layers: Iterable[str]) -> str:
     return max((each for each in layers if name == each or name.startswith(f"{each}.")), key=len, default="")
 
@@ -474,11 +458,8 @@ def _prepared(model: nn.Module, *, has_documents: bool) -> Iterator[None]:
         for parameter in model.parameters():
             _put(stack, parameter, "grad", None)
         for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                _put(stack, module, "p", 0.0)
-            for name, value in list(vars(module).items()):
-                if isinstance(value, float) and ("dropout" in name or "jitter" in name):
-                    _put(stack, module, name, 0.0)
+            for name in random_settings(module):
+                _put(stack, module, name, 0.0)
             for name, value in list(module._buffers.items()):
                 stack.callback(module._buffers.__setitem__, name, value)
                 module._buffers[name] = None if value is None else value.clone()
@@ -493,12 +474,12 @@ def _prepared(model: nn.Module, *, has_documents: bool) -> Iterator[None]:
 def _in_pytorch(model: nn.Module) -> Iterator[None]:
     """With transformers' own functions, in PyTorch, where packages with kernels would answer in their stead.
 
-    Such kernels run on no CPU and know no fp64; in the model's dtype, too, they would be another party's rounding.
+    Such kernels run on no CPU and know no fp64; in the model's dtype, too, they would round differently.
     """
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             space = getattr(forward_of(module), "__globals__", {})
-            for name in ANSWERS.keys() & space.keys():
+            for name in REPLACEMENTS.keys() & space.keys():
                 found = before = space[name]
                 while hasattr(found, "__wrapped__") and not has_kernel(found):
                     found = found.__wrapped__

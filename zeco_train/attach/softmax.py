@@ -119,26 +119,3 @@ def _parts(function: Any) -> Iterator[tuple[str, int | None]]:
         yield name, None
     else:
         raise AttachError(f"attention mask: {place}.{name} is neither causal nor a window, over documents")
-
-
-def flash_attn_func(
-    frame: Frame,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    **rest: Any,
-) -> Tensor:
-    """Flash attention's function, as fla's softmax layers call it: q [B, T, H, D], k and v [B, T, G, D] → o as q."""
-    assert frame.layer is not None
-    refuse_unknown(frame, "flash_attn_func", rest)
-    before, after = window_size
-    if not causal or after > 0 or q.shape[1] != k.shape[1]:
-        raise frame.layer.error("attention that is not causal, or to keys of a cache")
-    return attend(frame, q, k, v, softmax_scale, None if before < 0 else before + 1)
-
-
-# As `zeco_train.attach.linear.ANSWERS`.
-SOFTMAX = {"flash_attn_func": flash_attn_func}

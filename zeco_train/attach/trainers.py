@@ -97,8 +97,12 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
     trainer.data_collator = lambda rows: attached.shard(collate(rows))
     predict = trainer.prediction_step
 
-    def prediction_step(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        loss, *others = predict(*args, **kwargs)
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, **kwargs: Any) -> tuple[Any, ...]:
+        if not prediction_loss_only:
+            raise AttachError("prediction_loss_only: must be true: a rank has logits of its own tokens")
+        loss, *others = predict(model, inputs, prediction_loss_only, **kwargs)
+        if loss is None:
+            raise AttachError("labels: missing in the data for evaluation, which gives a loss only")
         # Of the last batch Trainer takes as many ranks' losses as it has sequences.
         dist.all_reduce(loss, group=attached.group)
         return loss / attached.size, *others

@@ -17,12 +17,12 @@ POSITION = "sequence_position"
 IGNORED = -100
 # Along tokens.
 _BY_TOKEN = ("input_ids", "inputs_embeds")
+# Borders of documents.
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 # What is read here, and need not reach the model.
 _READ = (
+    *_BORDERS,
     "attention_mask",
-    "cu_seqlens",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
     "labels",
     "max_length_k",
     "max_length_q",
@@ -56,6 +56,11 @@ def cut(
     if tokens is None or tokens.dim() < 2:
         raise AttachError("input_ids: a batch needs them, [B, T], or inputs_embeds [B, T, D]")
     rows, seq_len = tokens.shape[:2]
+    for name in ("labels", "shift_labels", "position_ids", "seq_idx"):
+        shape = tuple(batch[name].shape) if name in batch else (rows, seq_len)
+        # Of all rows alike.
+        if shape != (rows, seq_len) and (shape != (1, seq_len) or "labels" in name):
+            raise AttachError(f"{name}: expected [{rows}, {seq_len}], got {list(shape)}")
     bounds = _bounds(seq_len, size, lengths)
     own = slice(bounds[rank], bounds[rank + 1])
     borders = _documents(batch, documents, rows, seq_len)
@@ -69,7 +74,7 @@ def cut(
     if "labels" in batch or "shift_labels" in batch:
         shifted = _shifted(batch, borders)
         if is_token is not None and bool((shifted != IGNORED)[~is_token.to(shifted.device)].any()):
-            raise AttachError(f"labels: a padded token has one; expected {IGNORED} there")
+            raise AttachError(f"labels: padded tokens must have label {IGNORED}")
         part["shift_labels"] = part["labels"] = shifted[:, own].contiguous()
         part.setdefault("num_items_in_batch", (shifted != IGNORED).sum())
     return part
@@ -79,38 +84,47 @@ def _bounds(seq_len: int, size: int, lengths: Sequence[int] | None) -> list[int]
     bounds = even_bounds(seq_len, size) if lengths is None else [*itertools.accumulate(lengths, initial=0)]
     found = [stop - start for start, stop in itertools.pairwise(bounds)]
     if len(found) != size or bounds[-1] != seq_len or min(found) < 1:
-        raise AttachError(f"lengths={found}: expected {size} from 1 on, of {seq_len} tokens in all")
+        raise AttachError(f"lengths={found}: expected {size} lengths ≥ 1 that sum to {seq_len}")
     return bounds
 
 
 # Of each row the borders of its documents; None: each row is one.
 def _documents(batch: Mapping[str, Any], documents: Documents | None, rows: int, seq_len: int) -> list[Tensor] | None:
-    if documents is None:
-        documents = batch.get("cu_seq_lens_q", batch.get("cu_seqlens"))
-    if documents is not None:
-        is_one = isinstance(documents, Tensor) or not len(documents) or isinstance(documents[0], int)
-        each = [documents] * rows if is_one else list(documents)
-        if len(each) != rows:
-            raise AttachError(f"documents: of {len(each)} rows, the batch has {rows}")
-        try:
-            return [checked_borders("documents", row, seq_len) for row in each]  # type: ignore[arg-type]
-        except ValueError as error:
-            raise AttachError(str(error)) from error
-    positions = batch.get("position_ids")
-    if positions is None:
-        if "seq_idx" in batch:
-            raise AttachError("seq_idx: needs position_ids that restart, cu_seq_lens_q or documents beside it")
+    given = {"documents": documents, **{name: batch.get(name) for name in _BORDERS}}
+    found = {name: _checked(name, each, rows, seq_len) for name, each in given.items() if each is not None}
+    if "seq_idx" in batch:
+        found["seq_idx"] = _borders(batch["seq_idx"].diff(dim=1) != 0, rows, seq_len)
+    for name, borders in found.items():
+        first = next(iter(found))
+        if any(not torch.equal(a.unique(), b.unique()) for a, b in zip(borders, found[first], strict=True)):
+            raise AttachError(f"{name}: begins other documents than {first}")
+    if found:
+        return next(iter(found.values()))
+    if (positions := batch.get("position_ids")) is None:
         return None
-    if positions.dim() != 2 or positions.shape[1] != seq_len or positions.shape[0] not in (1, rows):
-        raise AttachError(f"position_ids: expected [{rows}, {seq_len}], got {list(positions.shape)}")
-    positions = positions.expand(rows, -1).cpu()
     restarts = positions.diff(dim=1) != 1
     if not bool(restarts.any()):
         return None
     if bool((positions[:, 1:][restarts] != 0).any()) or bool((positions[:, 0] != 0).any()):
         raise AttachError("position_ids: may only rise by 1, or restart at 0 where a document begins")
+    return _borders(restarts, rows, seq_len)
+
+
+def _checked(name: str, documents: Documents, rows: int, seq_len: int) -> list[Tensor]:
+    is_one = isinstance(documents, Tensor) or not len(documents) or isinstance(documents[0], int)
+    each = [documents] * rows if is_one else list(documents)
+    if len(each) != rows:
+        raise AttachError(f"{name}: of {len(each)} rows, the batch has {rows}")
+    try:
+        return [checked_borders(name, row, seq_len) for row in each]  # type: ignore[arg-type]
+    except ValueError as error:
+        raise AttachError(str(error)) from error
+
+
+# Of starts [1 or rows, T − 1] bool: where another document begins than that of the token before.
+def _borders(starts: Tensor, rows: int, seq_len: int) -> list[Tensor]:
     ends = torch.tensor([0]), torch.tensor([seq_len])
-    return [torch.cat([ends[0], row.nonzero().flatten() + 1, ends[1]]) for row in restarts]
+    return [torch.cat([ends[0], row.nonzero().flatten() + 1, ends[1]]) for row in starts.expand(rows, -1).cpu()]
 
 
 def _positions(
