@@ -136,8 +136,8 @@ def product(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype, fast: bool = False) -> T
 class Aside(NamedTuple):
     """A linear layer beside an operator, y = x Wᵀ, which the operator computes while its scan is under way.
 
-    So does its backward pass with dW. `edge` stands for y and has dy as its gradient: the backward of the op that made
-    it computes the gradient of x, added to those of x's other readers in the same order, so rounded, as without this.
+    So does its backward pass with dW. `edge` stands for y and has dy as its gradient. The backward of the op that made
+    it adds up the gradients of x of all its readers, in the same order as without an `Aside`, so rounded alike.
     """
 
     x: Tensor  # [..., D]
