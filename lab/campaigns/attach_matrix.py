@@ -2,7 +2,7 @@
 Command: python -m lab.campaigns.attach_matrix [--ranks 2,3,4] [--fla] [NAME ...]
 Date: 2026-11-27
 Answer: results/attach_matrix.txt: all errors are at most 1e-12, but for controls, in which one state is dropped; of all
-classes over 2 ranks, of some over 3 and 4 until now
+classes over 2 ranks (17 of transformers, 8 of fla), of some over 3 and 4 until now: each row has its commit
 
 Each class is its configuration class's default with sizes reduced (`tests/support/attach_models.py`), in fp64, over
 gloo ranks with three chunks of 64 tokens each and more. A row has a batch of two rows, whole; packed, with other
@@ -29,6 +29,9 @@ from tests.support.distributed import run_distributed
 
 TABLE = Path(__file__).with_name("results") / "attach_matrix.txt"
 LINE = "{:16}{:>6}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>10}{:>9}  {}"
+HEADER = (
+    "# By python -m lab.campaigns.attach_matrix [--fla], a row at its commit: classes at their defaults, sizes reduced."
+)
 COLUMNS = ("class", "ranks", "whole", "dgrad", "packed", "dgrad", "replayed", "dgrad", "control", "seconds", "commit")
 TOKENS = 200  # of a rank, on average
 LARGEST = 1e-12
@@ -75,7 +78,7 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.strip()
-    kept = TABLE.read_text().splitlines()[1:] if TABLE.exists() else []
+    kept = TABLE.read_text().splitlines()[2:] if TABLE.exists() else []
     by_key = {tuple(line.split()[:2]): line for line in kept}
     for size in map(int, arguments.ranks.split(",")):
         for name in arguments.names or known:
@@ -87,7 +90,7 @@ def main() -> None:
             cells = [title, size, *(f"{x:.1e}" for x in (*shown, control.gradient)), f"{seconds:.0f}", commit]
             by_key[title, str(size)] = LINE.format(*cells) + ("  WRONG" if is_wrong else "")
             print(by_key[title, str(size)], flush=True)
-            TABLE.write_text("\n".join([LINE.format(*COLUMNS), *sorted(by_key.values())]) + "\n")
+            TABLE.write_text("\n".join([HEADER, LINE.format(*COLUMNS), *sorted(by_key.values())]) + "\n")
 
 
 if __name__ == "__main__":

@@ -237,7 +237,8 @@ def _scans(rank: int, world_size: int, heads: int, value_dim: int) -> dict[str, 
     ):
         for (name, scan), want_carry in itertools.product(SCANS.items(), (False, True)):
             key = f"{name} {want_carry}"
-            pending = scan.over(worker, 3 if scan.best_blocks else None)(ScanRequest(state, log_decay, want_carry=want_carry))
+            blocks = 3 if scan.best_blocks else None
+            pending = scan.over(worker, blocks)(ScanRequest(state, log_decay, want_carry=want_carry))
             pending.wait()
             pending.finish()
             if want_carry:
