@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.attach_models import build, hide_fla, make_batch
+from tests.support.attach_models import build, drop_message, hide_fla, make_batch
 from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.attach import AttachError, attach, verify
 from zeco_train.errors import ConfigError
@@ -43,31 +43,15 @@ def test_an_exact_model_has_a_proof_and_is_left_as_it_was(rank: int, size: int) 
     assert model.model.layers[1].self_attn.attention_dropout == 0.1
 
 
-def drop_message(attached: Any, *, reverse: bool, number: int) -> None:
-    """On rank 1 one state of a pass, the `number`-th, arrives as zeros."""
-    scan, seen = attached._over.exchange.states, [0]
-    launch = scan.launch
-
-    def launched(request: Any) -> Any:
-        found = launch(request)
-        if request.reverse is reverse:
-            seen[0] += 1
-            if seen[0] % LINEAR == number:
-                wait = found.wait
-                found.wait = lambda: torch.zeros_like(wait())
-        return found
-
-    scan.launch = launched
-
-
 def drop_forward(attached: Any) -> None:
+    """On rank 1 the first state of each pass."""
     if attached.rank == 1:
-        drop_message(attached, reverse=False, number=1)
+        drop_message(attached._over.exchange.states, lambda request, n: not request.reverse and n % LINEAR == 0)
 
 
 def drop_reverse(attached: Any) -> None:
     if attached.rank == 0:
-        drop_message(attached, reverse=True, number=0)
+        drop_message(attached._over.exchange.states, lambda request, n: request.reverse and n % LINEAR == 1)
 
 
 def local_positions(attached: Any) -> None:

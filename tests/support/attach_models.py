@@ -335,27 +335,27 @@ def run_alone(model: Any, batch: Mapping[str, Tensor], documents: Sequence[Seque
 
 def drop_a_state(attached: Any) -> None:
     """On rank 1 nothing arrives in the first scans of states; without such, on no rank keys of others."""
-    over, seen = attached._over, []
+    over = attached._over
     if attached.layers["linear"] and attached.rank != 1:
         return
     if attached.layers["linear"]:
         for scan in (over.exchange.states, over.exchange.halo):
-            _drop_first(scan, seen)
+            drop_message(scan, lambda request, number: number == 0 and not request.reverse)
     else:
         alone = over.exchange.replaced(attention=LocalAttention())
         over.for_softmax = lambda *_: alone
 
 
-def _drop_first(scan: Any, seen: list[Any]) -> None:
-    launch = scan.launch
+def drop_message(scan: Any, is_dropped: Callable[[Any, int], bool]) -> None:
+    """What a scan's requests receive arrives as zeros, where so by the request and its number in this direction."""
+    launch, seen = scan.launch, {False: 0, True: 0}
 
     def dropping(request: Any) -> Any:
         found = launch(request)
-        # Once of each kind: a layer of convolutions has no other states.
-        if not request.reverse and scan not in seen:
-            seen.append(scan)
+        if is_dropped(request, seen[request.reverse]):
             wait = found.wait
             found.wait = lambda: torch.zeros_like(wait())
+        seen[request.reverse] += 1
         return found
 
     scan.launch = dropping
