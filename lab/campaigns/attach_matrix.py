@@ -95,7 +95,7 @@ PUBLISHED: dict[str, Published] = {
         MODELS["olmo_hybrid"],
         "allenai/Olmo-Hybrid-7B",
         f"{_AUDITS}; OLMo-core's tests",
-        # No rotation: the file has null, which the class of 5.23 reads as its default; so it stands in -Instruct-DPO-7B.
+        # No rotation: the file has null, of which the class of 5.23 makes a rotation; -Instruct-DPO-7B has this.
         {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
     "mamba2": Published(
