@@ -25,7 +25,7 @@ from zeco_train.attach.inline import inline_of
 from zeco_train.attach.layers import MIXING_MODULES, find_layers, forward_of, names_of
 from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.losses import LOSSES, check_labels, check_losses, redirect_loss
-from zeco_train.attach.shard import POSITION, Documents, cut
+from zeco_train.attach.shard import POSITION, Documents, checksum, cut
 from zeco_train.attach.softmax import IMPLEMENTATION, register
 from zeco_train.errors import ConfigError
 from zeco_train.sp.attention.method_registry import AttentionChoice
@@ -115,6 +115,7 @@ class Attached:
         self._settings: list[tuple[Any, str, Any]] = []
         self._own: list[tuple[Any, str, Any]] = []
         self._blocks = 0
+        self._is_compared = self.size == 1
         try:
             self._attach()
         except BaseException:
@@ -284,6 +285,7 @@ class Attached:
             raise AttachError("input_ids: missing, and inputs_embeds, too")
         self._check_position(position, tokens)
         check_labels(self._root, self._names, kwargs)
+        self._compare_ranks(position, tokens, kwargs.get("num_items_in_batch"))
         positions, mask = kwargs.get("position_ids"), kwargs.pop("attention_mask", None)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
             raise AttachError("attention_mask: give it to `shard`, which cuts it")
@@ -313,6 +315,30 @@ class Attached:
         if (position.rank, len(position.bounds)) != (self.rank, self.size + 1):
             of = f"rank {position.rank} of {len(position.bounds) - 1}"
             raise AttachError(f"{POSITION}: of {of}, this is rank {self.rank} of {self.size}")
+
+    # At the first call, in which the ranks' batches show whether the program gives them the same sequences.
+    @torch.compiler.disable
+    def _compare_ranks(self, position: Any, tokens: torch.Tensor, count: Any) -> None:
+        if self._is_compared:
+            return
+        whole, own = (None if x is None else int(x) for x in (position.whole, checksum(tokens)))
+        borders = None if position.documents is None else [each.tolist() for each in position.documents]
+        mine = {
+            "lengths": (len(tokens), position.bounds),
+            "documents": borders,
+            "input_ids": whole,
+            "num_items_in_batch": None if count is None else float(count),
+        }
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, (mine, own), group=self.group)
+        for rank, (theirs, _) in enumerate(everyone):
+            if wrong := [name for name, value in theirs.items() if value != everyone[0][0][name]]:
+                problem = f"differs between ranks 0 and {rank} of the group; `shard` takes the same whole batch on each"
+                raise AttachError(f"{wrong[0]}: {problem}")
+        # Of zeros, where a trainer has cut the tokens: see `of_slice`.
+        if whole == 0 and own and {theirs for _, theirs in everyone} == {own}:
+            raise AttachError("input_ids: all ranks have the same tokens; each has its own slice of the sequences")
+        self._is_compared = True
 
     def _wrap_checkpoints(self, model: nn.Module) -> None:
         # Each time: a trainer may enable checkpointing, or change its function, whenever it likes.
