@@ -76,6 +76,7 @@ PUBLISHED: dict[str, Published] = {
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         "tests of two converters, at revision 9c7f2fbe",
         _rope(1e7, partial_rotary_factor=0.25),
+        {"head_dim": 32},
     ),
     "qwen3_5": Published(
         MODELS["qwen3_5"],

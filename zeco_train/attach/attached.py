@@ -210,12 +210,19 @@ class Attached:
             raise AttachError(f"{type(self._root).__name__}: takes no position_ids, so positions would be a rank's own")
 
     def _check_parameters(self) -> None:
-        mine = {name: (tuple(x.shape), _checksum(x)) for name, x in self.model.named_parameters()}
+        self._compare(
+            {n: (tuple(x.shape), _checksum(x)) for n, x in self.model.named_parameters()}, "load the same on all"
+        )
+
+    # What all ranks have, of which a name that differs is refused.
+    def _compare(self, mine: dict[str, Any], remedy: str, own: int | None = None) -> list[int | None]:
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        for rank, theirs in enumerate(everyone):
-            if wrong := [name for name in everyone[0] | theirs if theirs.get(name) != everyone[0].get(name)]:
-                raise AttachError(f"{wrong[0]}: differs between ranks 0 and {rank} of the group; load the same on all")
+        dist.all_gather_object(everyone, (mine, own), group=self.group)
+        for rank, (theirs, _) in enumerate(everyone):
+            first = everyone[0][0]
+            if wrong := [name for name in first | theirs if theirs.get(name) != first.get(name)]:
+                raise AttachError(f"{wrong[0]}: differs between ranks 0 and {rank} of the group; {remedy}")
+        return [own for _, own in everyone]
 
     def _attach(self) -> None:
         handled = {layer.module for layer in self.attached}
@@ -285,7 +292,7 @@ class Attached:
             raise AttachError("input_ids: missing, and inputs_embeds, too")
         self._check_position(position, tokens)
         check_labels(self._root, self._names, kwargs)
-        self._compare_ranks(position, tokens, kwargs.get("num_items_in_batch"))
+        self._compare_batches(position, tokens, kwargs.get("num_items_in_batch"))
         positions, mask = kwargs.get("position_ids"), kwargs.pop("attention_mask", None)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
             raise AttachError("attention_mask: give it to `shard`, which cuts it")
@@ -316,27 +323,21 @@ class Attached:
             of = f"rank {position.rank} of {len(position.bounds) - 1}"
             raise AttachError(f"{POSITION}: of {of}, this is rank {self.rank} of {self.size}")
 
-    # At the first call, in which the ranks' batches show whether the program gives them the same sequences.
+    # Of the first call: whether the program gives the ranks the same batches.
     @torch.compiler.disable
-    def _compare_ranks(self, position: Any, tokens: torch.Tensor, count: Any) -> None:
+    def _compare_batches(self, position: Any, tokens: torch.Tensor, count: Any) -> None:
         if self._is_compared:
             return
         whole, own = (None if x is None else int(x) for x in (position.whole, checksum(tokens)))
-        borders = None if position.documents is None else [each.tolist() for each in position.documents]
         mine = {
             "lengths": (len(tokens), position.bounds),
-            "documents": borders,
+            "documents": position.documents and [each.tolist() for each in position.documents],
             "input_ids": whole,
             "num_items_in_batch": None if count is None else float(count),
         }
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, (mine, own), group=self.group)
-        for rank, (theirs, _) in enumerate(everyone):
-            if wrong := [name for name, value in theirs.items() if value != everyone[0][0][name]]:
-                problem = f"differs between ranks 0 and {rank} of the group; `shard` takes the same whole batch on each"
-                raise AttachError(f"{wrong[0]}: {problem}")
+        everyone = self._compare(mine, "`shard` takes the same whole batch on each", own)
         # Of zeros, where a trainer has cut the tokens: see `of_slice`.
-        if whole == 0 and own and {theirs for _, theirs in everyone} == {own}:
+        if whole == 0 and own and {*everyone} == {own}:
             raise AttachError("input_ids: all ranks have the same tokens; each has its own slice of the sequences")
         self._is_compared = True
 
