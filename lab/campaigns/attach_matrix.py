@@ -35,9 +35,7 @@ from tests.support.distributed import run_distributed
 
 TABLE = Path(__file__).with_name("results") / "attach_matrix.txt"
 LINE = "{:16}{:>6}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>10}{:>9}  {}"
-HEADER = (
-    "# By python -m lab.campaigns.attach_matrix [--fla], a row at its commit: published configurations, sizes reduced."
-)
+HEADER = "# By python -m lab.campaigns.attach_matrix [--fla]: published configurations (fla: defaults), sizes reduced."
 COLUMNS = ("class", "ranks", "whole", "dgrad", "packed", "dgrad", "replayed", "dgrad", "control", "seconds", "commit")
 TOKENS = 200  # of a rank, on average
 LARGEST = 1e-12
