@@ -158,7 +158,7 @@ PUBLISHED: dict[str, Published] = {
     "granite_hybrid": Published(
         MODELS["granite_hybrid"],
         "ibm-granite/granite-4.0-h-350m, with experts as -h-small has",
-        f"tests of an MLX port, the whole file of 350m; {_AUDITS}",
+        f"tests of an MLX port, the whole file of 350m; {_AUDITS}; none was found of one with experts",
         {
             "attention_multiplier": 0.015625,
             "embedding_multiplier": 12,

@@ -119,10 +119,9 @@ def build(folder: Path, dtype: str, seed: int, *, has_weights: bool) -> nn.Modul
     safe: dict[str, Any] = {"trust_remote_code": False, "dtype": _DTYPES[dtype]}
     if has_weights:
         # Otherwise transformers draws the numbers of what is missing, and says so in a warning.
-        report: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, **report, **safe
-        )
+        safe |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True, **safe)
+        model, found = loaded
         wrong = {name: f"has {name}, which {HF_CONFIG_FILE} does not describe" for name in found["unexpected_keys"]}
         wrong |= {name: f"{name} is missing, which {HF_CONFIG_FILE} asks for" for name in found["missing_keys"]}
         for name, stored, shape in found["mismatched_keys"]:
