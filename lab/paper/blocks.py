@@ -1,7 +1,8 @@
 """Question: how does the time of All-Scan's chain depend on the number of blocks K, and is the chosen one the best?
 Command: python -m lab.paper.blocks [--ranks 4] [--transport symmetric] [--results FILE] [--name NAME]
-Date: 2026-11-27; 4 CPU ranks of gloo on 2 cores, which others used, too
-Answer: lab/results/paper_blocks_4cpu.json and .png, docs/papers.md.
+Date: 2026-11-27, 4 CPU ranks of gloo on 2 cores, which others used, too; 2026-11-28, 2 × H200, symmetric memory
+Answer: lab/results/paper_blocks_{4cpu,2xh200}.json and .png, docs/papers.md. In one kernel on two GPUs 32 blocks are best
+    up to 4 MiB, one for each of its CTAs, then 64 and 128; the chosen blocks of 16,384 elements take 1.00 to 1.17 of it.
 
 `bench collectives` measures the chain with K from 1 to 512, and states of 0.5 to 16 MiB. Beside each point are
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.paper import store
-from lab.paper.page import commit_of, machine_of
+from lab.paper.page import command_of, commit_of, machine_of
 from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.system.command import Parser, docstring
@@ -118,9 +119,14 @@ def main(arguments: Sequence[str]) -> int:
     rows = rows_of(result)
     is_symmetric = any(":symmetric:" in row["variant"] for row in result["rows"])
     transport = "symmetric" if is_symmetric else "p2p"
-    command = f"python -m lab.paper.blocks --ranks {result['world_size']} --transport {transport}"
+    facts: dict[str, Any] = {"commit": commit_of(result)}
+    if options.results is None:
+        command = f"python -m lab.paper.blocks --ranks {result['world_size']} --transport {transport}"
+    else:
+        command, packages = command_of(result), result["environment"]["packages"]
+        facts |= {"date": result["created"][:10], "torch": packages["torch"], "triton": packages["triton"]}
     name = options.name or f"paper_blocks_{store.in_names(machine)}{'_symmetric' * is_symmetric}"
-    store.write(store.RESULTS / f"{name}.json", command, machine, rows, commit=commit_of(result))
+    store.write(store.RESULTS / f"{name}.json", command, machine, rows, **facts)
     draw(rows, f"All-Scan's chain by number of blocks ({machine})", store.RESULTS / f"{name}.png")
     return 0
 
