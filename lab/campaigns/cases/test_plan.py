@@ -78,10 +78,10 @@ def test_invalid_arguments_give_one_line_errors(arguments: list[str], expected: 
     ("model", "operator", "milliseconds", "scaled"),
     [
         ("gla_1b", "gla", None, False),
-        ("mamba2_1b", "scalar_decay", 0.186 + 0.742, False),
+        ("mamba2_1b", "scalar_decay", 1.176 * 16 / 64 * 256 / (128 + 64), False),
         ("retnet_1b", "fixed_decay", 0.167 + 0.380, False),
         ("linear_1b", "fixed_decay", 0.167 + 0.380, False),
-        ("kda_1b", "kda", 2.134, False),
+        ("kda_1b", "kda", 1.769, False),
         ("hgrn_1b", "hgrn", 0.464 * 256 / (128 + 1), False),
         ("mamba1_1b", "mamba1", 6.519 * 16 / 4096 * 256 / (16 + 1), False),
         ("cosformer_1b model.causal=false task=mlm", "unmasked", 0.167 + 0.380, True),
