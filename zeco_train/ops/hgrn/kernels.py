@@ -72,13 +72,9 @@ def summaries_kernel(
     states,  # [B, runs, C] fp32, written
     log_decays,  # [B, runs, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
-    T,
-    C,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    T, C,
+    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
     """Compute each run's own state after its tokens, or the gradient for the state before them, and their decay."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     first = tl.program_id(1).to(tl.int64) * run
@@ -111,12 +107,9 @@ def starts_kernel(
     log_decays,  # [B, runs, C] fp32, of the runs; overwritten by those of all runs before it, or after it
     state,  # [B, C] fp32, written
     log_decay,  # [B, C] fp32, written
-    runs,
-    C,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    runs, C,
+    ROWS: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
     """Join the runs' summaries."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     batch = tl.program_id(1).to(tl.int64)
@@ -162,12 +155,9 @@ def outputs_kernel(
     o,  # [B, T, C], written
     states,  # [B, ⌈T / ROWS⌉, C] fp32, written: those before each step of ROWS tokens
     run,  # tokens of a program, a multiple of ROWS
-    T,
-    C,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
+    T, C,
+    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
     """Compute h of all tokens."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     first = tl.program_id(1).to(tl.int64) * run
@@ -198,12 +188,9 @@ def grads_kernel(
     dx,  # [B, T, C], written
     dg,  # [B, T, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
-    T,
-    C,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
+    T, C,
+    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
     """Compute dx and dg: h of a step of tokens forward, then dh backward."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     first = tl.program_id(1).to(tl.int64) * run
