@@ -415,8 +415,9 @@ def decay_sums(g: Tensor, chunk: int) -> Tensor:
     return sums
 
 
-class _ScalarDecayKernelForward(ForwardBase):
-    fixed = False
+@dataclass(eq=False)
+class _KernelForward(ForwardBase):
+    fixed: bool = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, decays = operands
@@ -448,12 +449,9 @@ class _ScalarDecayKernelForward(ForwardBase):
         return self._launcher.outputs(self._q, self._k, self._v, starts)
 
 
-class _FixedForward(_ScalarDecayKernelForward):
-    fixed = True
-
-
-class _ScalarDecayKernelBackward(BackwardBase):
-    fixed = False
+@dataclass(eq=False)
+class _KernelBackward(BackwardBase):
+    fixed: bool = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         # Unless decays are fixed, the fourth operand, g, has been replaced by its sums (`CUDA_SCALAR.replaced`).
@@ -496,10 +494,6 @@ class _ScalarDecayKernelBackward(BackwardBase):
         return dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
 
 
-class _FixedBackward(_ScalarDecayKernelBackward):
-    fixed = True
-
-
 def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...]:
     _, k, v, decays = operands
     # For the shapes only, which do not depend on documents or the scale.
@@ -508,7 +502,10 @@ def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...
     return (starts,) if fixed else (decays.new_empty(decays.mT.shape).mT, starts)
 
 
-_SAVED = partial(_saved_like, fixed=False), partial(_saved_like, fixed=True)
-_SCALAR = Passes(_ScalarDecayKernelForward, _ScalarDecayKernelBackward, _SAVED[0], replaced=(3,), needs_incoming=False)
-_FIXED = Passes(_FixedForward, _FixedBackward, _SAVED[1], needs_incoming=False)
-CUDA_SCALAR, CUDA_FIXED = with_padded_heads(_SCALAR), with_padded_heads(_FIXED)
+def _passes(*, fixed: bool, replaced: tuple[int, ...]) -> Passes:
+    forward, backward = partial(_KernelForward, fixed=fixed), partial(_KernelBackward, fixed=fixed)
+    passes = Passes(forward, backward, partial(_saved_like, fixed=fixed), replaced, needs_incoming=False)
+    return with_padded_heads(passes)
+
+
+CUDA_SCALAR, CUDA_FIXED = _passes(fixed=False, replaced=(3,)), _passes(fixed=True, replaced=())
