@@ -42,37 +42,28 @@ _WALK = TileOptions(_DEPTH, 64, 4, 2)
 
 @dataclass(frozen=True)
 class ScalarDecayTuning:
-    """Options of each kernel, by its name, and of the layout in time.
-
-    Attributes:
-        outputs, query_grads, value_grads, key_grads: of the kernels of o, dq, dv, dk.
-        grads: by chunks, of the kernel of dq, dk and dv; dv has a kernel of its own where K is beyond its tile.
-        chunk: C, tokens of a chunk.
-        span: chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error
-            is 3e-3 for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
-        programs: number of programs that saturates the chip, all at once.
-        states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
-            at once; None: walks compute outputs and gradients, each with states of its own.
-        key_tiles: of the kernel in place of `grads`, for fixed decays and values of one tile; None: `grads`.
-        walks_forward: outputs are computed by walks all the same.
-        pairs: pairs, S and dS have a kernel each, with the options `grads`, whose tile holds K and V.
-        backward: of the backward pass, if others, but for `programs`; as many tokens a span.
-    """
+    """Options of each kernel, by its name, and of the layout in time."""
 
     summaries: TileOptions = _SUMMARIES
-    outputs: TileOptions = _WALK
+    outputs: TileOptions = _WALK  # of the kernel of o, and of dq, dv, dk
     query_grads: TileOptions = _WALK
     value_grads: TileOptions = _WALK
     key_grads: TileOptions = _WALK
+    # By chunks, of the kernel of dq, dk and dv; dv has a kernel of its own where K is beyond its tile.
     grads: TileOptions = TileOptions(128, 64, 8, 3)
     join: TileOptions = TileOptions(64, 64, 4, 1)
-    chunk: int = 64
+    chunk: int = 64  # C, tokens of a chunk
+    # Chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error is 3e-3
+    # for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
     span: int = 4
-    programs: int = 264
+    programs: int = 264  # that saturate the chip, all at once
+    # Of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed at once;
+    # None: walks compute outputs and gradients, each with states of its own.
     states: TileOptions | None = None
-    key_tiles: TileOptions | None = None
-    walks_forward: bool = False
-    pairs: bool = False
+    key_tiles: TileOptions | None = None  # of the kernel in place of `grads`, for fixed decays and values of one tile
+    walks_forward: bool = False  # outputs are computed by walks all the same
+    pairs: bool = False  # pairs, S and dS have a kernel each, with the options `grads`, whose tile holds K and V
+    # Of the backward pass, if others, but for `programs`; as many tokens a span.
     backward: ScalarDecayTuning | None = None
 
 
