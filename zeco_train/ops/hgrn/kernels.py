@@ -69,8 +69,7 @@ def summaries_kernel(
     x,  # [B, T, C], x; do if REVERSE
     g,  # [B, T, C] fp32
     doc_ids,  # [T] int32, if DOCUMENTS
-    states,  # [B, runs, C] fp32, written
-    log_decays,  # [B, runs, C] fp32, written
+    states, log_decays,  # [B, runs, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
     T, C,
     ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr,
@@ -105,8 +104,7 @@ def summaries_kernel(
 def starts_kernel(
     states,  # [B, runs, C] fp32, of the runs; overwritten by what each starts from, or ends with, from zero
     log_decays,  # [B, runs, C] fp32, of the runs; overwritten by those of all runs before it, or after it
-    state,  # [B, C] fp32, written
-    log_decay,  # [B, C] fp32, written
+    state, log_decay,  # [B, C] fp32, written
     runs, C,
     ROWS: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -149,8 +147,7 @@ def outputs_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
     doc_ids,  # [T] int32, if DOCUMENTS
-    starts,  # [B, runs, C] fp32, of `starts_kernel`
-    prefix,  # [B, runs, C] fp32, of `starts_kernel`
+    starts, prefix,  # [B, runs, C] fp32, of `starts_kernel`
     incoming,  # [B, C], R
     o,  # [B, T, C], written
     states,  # [B, ⌈T / ROWS⌉, C] fp32, written: those before each step of ROWS tokens
@@ -182,8 +179,7 @@ def grads_kernel(
     do,  # [B, T, C]
     doc_ids,  # [T] int32, if DOCUMENTS
     states,  # [B, ⌈T / ROWS⌉, C] fp32, of `outputs_kernel`
-    ends,  # [B, runs, C] fp32, of `starts_kernel` in reverse
-    suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
+    ends, suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
     incoming,  # [B, C], D_in
     dx,  # [B, T, C], written
     dg,  # [B, T, C] fp32, written

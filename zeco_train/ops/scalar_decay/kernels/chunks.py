@@ -126,10 +126,8 @@ def _split_product(x, y, always, PRECISION: tl.constexpr):
 
 @jit
 def grads_kernel(
-    queries,  # [B, T, G, K]
-    keys,  # [B, T, G, K]
-    values,  # [B, T, H, V]
-    output_grads,  # [B, T, H, V]
+    queries, keys,  # [B, T, G, K]
+    values, output_grads,  # [B, T, H, V]
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks
@@ -220,10 +218,8 @@ def grads_kernel(
 
 @jit
 def pairs_kernel(
-    queries,  # [B, T, G, K]
-    keys,  # [B, T, G, K]
-    values,  # [B, T, H, V]
-    output_grads,  # [B, T, H, V]
+    queries, keys,  # [B, T, G, K]
+    values, output_grads,  # [B, T, H, V]
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
     dv,  # [B, T, H, V], written, as are all that follow: of pairs
@@ -313,10 +309,8 @@ def state_grads_kernel(
 
 @jit
 def key_tiles_kernel(
-    queries,  # [B, T, G, K]
-    keys,  # [B, T, G, K]
-    values,  # [B, T, H, V]
-    output_grads,  # [B, T, H, V]
+    queries, keys,  # [B, T, G, K]
+    values, output_grads,  # [B, T, H, V]
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks
