@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zeco_train.kernels import cdiv, jit, next_power_of_2
-from zeco_train.ops.hgrn.kernels import append
+from zeco_train.ops.hgrn.kernels import append, run_of_program
 from zeco_train.ops.kept import RunOptions
 from zeco_train.ops.passes import Passes, check_state
 from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
@@ -41,10 +41,7 @@ def outputs_kernel(
     W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr, RECEIVED: tl.constexpr,
 ):  # fmt: skip
     """Compute y of the first `last` tokens, from zeros or, in a single run, from the received inputs."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     x_of, y_of = x + batch * x_batch + channels, y + batch * T * C + channels
     shift = tl.load(bias + channels, mask=columns, other=0.0).to(tl.float32)
     # The W - 1 inputs before a step and their doc_ids, oldest first; each step adds its own.
@@ -104,10 +101,7 @@ def grads_kernel(
     W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Compute dx with zeros after the shard, and the run's part of dweight and dbias, without the received inputs."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     do_of, x_of, dx_of = do + batch * do_batch + channels, x + batch * x_batch + channels, dx + batch * T * C + channels
     # do of a step's first W - 1 tokens and their doc_ids; each step adds as many as it has tokens.
     taps, totals, grads, marks = (), (), (), ()
