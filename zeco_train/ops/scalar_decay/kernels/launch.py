@@ -164,8 +164,6 @@ class ScalarDecayKernels(SegmentKernels):
     Args:
         k: [B, T, G, K]. v: [B, T, H, V].
         decays: [B, H, T] fp32, of `decay_sums`; or [H] fp32, the log-decays, if they are `fixed`.
-        doc_ids, scale: see `SegmentKernels`.
-        tuning: tiles and launch options.
     """
 
     def __init__(
