@@ -49,7 +49,17 @@ def attend_at(
     """
     caches = [state_input.carry_in for state_input in state_inputs if state_input.carry_in is not None]
     if caches:
-        o = _attend_after(q, k, v, scale, position, caches, window)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *caches)):
+            problem = "softmax layers have no gradient through keys of earlier segments: train.segments must be 1"
+            raise NotImplementedError(problem)
+        # Every rank gets all ranks' keys and values, since each keeps whole caches. So queries stay where they are;
+        # those of the last rank read more keys than those of the first, by less than one segment.
+        k, v = _method(position.handle).gather([k, v], position.bounds)
+        (keys, first), (values, _) = (
+            extend(cache, new, position.bounds[0], window) for cache, new in zip(caches, (k, v), strict=True)
+        )
+        spans = _spans(position.start, q, position.borders, window)
+        o, _ = _by_rows(lambda span, q, k, v: attend(q, k, v, span, first, scale), spans, q, keys, values)
         return o, tuple(StateOutput(o.new_empty(0), cache) for cache in caches)
     if any(state_input.want_carry for state_input in state_inputs):
         raise ValueError("softmax attention carries caches out only if they are carried in")
@@ -59,30 +69,6 @@ def attend_at(
     o, lse, *_ = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, position.borders, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(StateOutput(tensor, lse.new_empty(0)) for tensor in kept)
-
-
-# Attention of a segment to the tokens in the caches and to its own, which are appended. Every rank gets all ranks' keys
-# and values, since each keeps whole caches, so queries stay where they are: those of the last rank read more keys than
-# those of the first, by less than one segment.
-def _attend_after(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    position: SequencePosition,
-    caches: Sequence[Tensor],
-    window: int | None,
-) -> Tensor:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *caches)):
-        problem = "softmax layers have no gradient through keys of earlier segments: train.segments must be 1"
-        raise NotImplementedError(problem)
-    k, v = _method(position.handle).gather([k, v], position.bounds)
-    (keys, first), (values, _) = (
-        extend(cache, new, position.bounds[0], window) for cache, new in zip(caches, (k, v), strict=True)
-    )
-    spans = _spans(position.start, q, position.borders, window)
-    o, _ = _by_rows(lambda span, q, k, v: attend(q, k, v, span, first, scale), spans, q, keys, values)
-    return o
 
 
 # One span for the whole batch; or, with borders [B, documents + 1], that of each sequence.
@@ -114,19 +100,10 @@ def _method(handle: Tensor | None) -> AttentionMethod:
 # `known_o` and `known_lse` if given. Then q, k, v and o of `AttendedHeads`, for the backward pass; else each [0].
 @custom_op("zeco::attend", mutates_args=())
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    known_o: Tensor | None,
-    known_lse: Tensor | None,
-    scale: float,
-    heads_over: int,
-    handle: Tensor,
-    bounds: list[int],
-    rank: int,
-    borders: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, known_o: Tensor | None, known_lse: Tensor | None,
+    scale: float, heads_over: int, handle: Tensor,
+    bounds: list[int], rank: int, borders: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     if known_o is not None and known_lse is not None:
         # The outputs of a custom op must not alias its inputs.
         found: Sequence[Tensor] = known_o.clone(), known_lse.clone()
@@ -151,19 +128,9 @@ def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, known_o: Tensor | None, *set
 
 @custom_op("zeco::attend_backward", mutates_args=())
 def _attend_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    handle: Tensor,
-    bounds: list[int],
-    rank: int,
-    borders: Tensor | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    scale: float, handle: Tensor, bounds: list[int], rank: int, borders: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     method, spans = _method(handle), _spans(bounds[rank], do, borders, window)
 
     def of_rows(span: Span, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *attended: Tensor) -> Sequence[Tensor]:

@@ -39,6 +39,15 @@ def append(rows, row):
 
 
 @jit
+def run_of_program(run, C, BC: tl.constexpr):
+    """A program's channels, which of them there are, the first token of its run, and its sequence."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1).to(tl.int64) * run
+    batch = tl.program_id(2).to(tl.int64)
+    return channels, channels < C, first, batch
+
+
+@jit
 def load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
     """Rows of tokens from `start` on, in fp32; zeros after the last token."""
     rows = ()
@@ -69,21 +78,13 @@ def summaries_kernel(
     x,  # [B, T, C], x; do if REVERSE
     g,  # [B, T, C] fp32
     doc_ids,  # [T] int32, if DOCUMENTS
-    states,  # [B, runs, C] fp32, written
-    log_decays,  # [B, runs, C] fp32, written
+    states, log_decays,  # [B, runs, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
-    T,
-    C,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    T, C,
+    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
     """Compute each run's own state after its tokens, or the gradient for the state before them, and their decay."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels
     state = tl.zeros((BC,), tl.float32)
     total = tl.zeros((BC,), tl.float32)
@@ -109,14 +110,10 @@ def summaries_kernel(
 def starts_kernel(
     states,  # [B, runs, C] fp32, of the runs; overwritten by what each starts from, or ends with, from zero
     log_decays,  # [B, runs, C] fp32, of the runs; overwritten by those of all runs before it, or after it
-    state,  # [B, C] fp32, written
-    log_decay,  # [B, C] fp32, written
-    runs,
-    C,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    state, log_decay,  # [B, C] fp32, written
+    runs, C,
+    ROWS: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
     """Join the runs' summaries."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     batch = tl.program_id(1).to(tl.int64)
@@ -156,23 +153,16 @@ def outputs_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
     doc_ids,  # [T] int32, if DOCUMENTS
-    starts,  # [B, runs, C] fp32, of `starts_kernel`
-    prefix,  # [B, runs, C] fp32, of `starts_kernel`
+    starts, prefix,  # [B, runs, C] fp32, of `starts_kernel`
     incoming,  # [B, C], R
     o,  # [B, T, C], written
     states,  # [B, ⌈T / ROWS⌉, C] fp32, written: those before each step of ROWS tokens
     run,  # tokens of a program, a multiple of ROWS
-    T,
-    C,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
+    T, C,
+    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
     """Compute h of all tokens."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels
     state = true_end(starts, prefix, incoming, batch, channels, columns, C)
     for start in range(first, tl.minimum(first + run, T), ROWS):
@@ -192,23 +182,16 @@ def grads_kernel(
     do,  # [B, T, C]
     doc_ids,  # [T] int32, if DOCUMENTS
     states,  # [B, ⌈T / ROWS⌉, C] fp32, of `outputs_kernel`
-    ends,  # [B, runs, C] fp32, of `starts_kernel` in reverse
-    suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
+    ends, suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
     incoming,  # [B, C], D_in
     dx,  # [B, T, C], written
     dg,  # [B, T, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
-    T,
-    C,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
+    T, C,
+    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
     """Compute dx and dg: h of a step of tokens forward, then dh backward."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels
     grad = true_end(ends, suffix, incoming, batch, channels, columns, C)
     steps = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)
