@@ -53,12 +53,17 @@ def adamw_kernel(
     lr,  # a number on the device, fp32, as are the next two
     grad_scale,  # gradients are divided by it; None: by nothing
     found_inf,  # 1: nothing is changed; None: as 0
-    log2_beta1, log2_beta2,
+    log2_beta1,
+    log2_beta2,
     rest1,  # 1 − β₁
     rest2,  # 1 − β₂
-    eps, weight_decay, N,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    eps,
+    weight_decay,
+    N,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """A program updates CHUNK elements of one tensor. ALIGNED: all addresses are multiples of 16 bytes."""
     is_skipped = False
     if found_inf is not None:

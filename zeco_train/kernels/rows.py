@@ -110,9 +110,12 @@ def columns_kernel(
     largest,  # [D] int32
     values,  # fp8, written: element (d, n) at d · total + n
     scales,  # [D] fp32, written
-    total, N, D,
-    BN: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    total,
+    N,
+    D,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
     """A program rounds a tile of BN rows and BD columns, and writes it transposed."""
     columns = tl.program_id(0) * BD + tl.arange(0, BD)
     rows = tl.program_id(1) * BN + tl.arange(0, BN)

@@ -100,10 +100,19 @@ def _method(handle: Tensor | None) -> AttentionMethod:
 # `known_o` and `known_lse` if given. Then q, k, v and o of `AttendedHeads`, for the backward pass; else each [0].
 @custom_op("zeco::attend", mutates_args=())
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, known_o: Tensor | None, known_lse: Tensor | None,
-    scale: float, heads_over: int, handle: Tensor,
-    bounds: list[int], rank: int, borders: Tensor | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    known_o: Tensor | None,
+    known_lse: Tensor | None,
+    scale: float,
+    heads_over: int,
+    handle: Tensor,
+    bounds: list[int],
+    rank: int,
+    borders: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if known_o is not None and known_lse is not None:
         # The outputs of a custom op must not alias its inputs.
         found: Sequence[Tensor] = known_o.clone(), known_lse.clone()
@@ -128,9 +137,19 @@ def _attend_shapes(q: Tensor, k: Tensor, v: Tensor, known_o: Tensor | None, *set
 
 @custom_op("zeco::attend_backward", mutates_args=())
 def _attend_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    scale: float, handle: Tensor, bounds: list[int], rank: int, borders: Tensor | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    handle: Tensor,
+    bounds: list[int],
+    rank: int,
+    borders: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     method, spans = _method(handle), _spans(bounds[rank], do, borders, window)
 
     def of_rows(span: Span, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *attended: Tensor) -> Sequence[Tensor]:

@@ -142,10 +142,17 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 # o, received, carry_out, for the backward pass the transition and `ForwardPass.saved`, and the output of the linear
 # layer `aside`, if there is one, of which autograd alone reads the edge; absent tensors are [0].
 def _mix(
-    operands: list[Tensor], operator: str, scale: float, handle: Tensor, doc_ids: Tensor | None,
-    incoming_state: Tensor | None, carry_in: Tensor | None, want_carry: bool,
-    aside: list[Tensor], edge: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+    operands: list[Tensor],
+    operator: str,
+    scale: float,
+    handle: Tensor,
+    doc_ids: Tensor | None,
+    incoming_state: Tensor | None,
+    carry_in: Tensor | None,
+    want_carry: bool,
+    aside: list[Tensor],
+    edge: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     _check(operator, operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
@@ -225,10 +232,19 @@ def _mix_shapes(operands: list[Tensor], operator: str, *rest: Any) -> tuple[Any,
 # The gradients of the operands, dcarry_in, which is [0] unless it is wanted, and the gradient of a weight if `aside`
 # has the gradient of its layer's output, and the layer's input.
 def _mix_backward(
-    operands: list[Tensor], do: Tensor, saved: list[Tensor], transition: Tensor,
-    incoming_state: Tensor | None, dcarry_out: Tensor | None,
-    operator: str, scale: float, handle: Tensor, doc_ids: Tensor | None, want_dcarry: bool, aside: list[Tensor],
-) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # fmt: skip
+    operands: list[Tensor],
+    do: Tensor,
+    saved: list[Tensor],
+    transition: Tensor,
+    incoming_state: Tensor | None,
+    dcarry_out: Tensor | None,
+    operator: str,
+    scale: float,
+    handle: Tensor,
+    doc_ids: Tensor | None,
+    want_dcarry: bool,
+    aside: list[Tensor],
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     _check(operator, operands, doc_ids, do)
     with torch.cuda.device_of(do), _without_autocast(do):

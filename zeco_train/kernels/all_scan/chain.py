@@ -68,20 +68,29 @@ def chain_kernel(
     failure,  # int64: 0, or the arena's first failure
     status,  # address of the host's copy of it
     limit: tl.int64,  # ns, of each wait
-    rows, block_rows,
+    rows,
+    block_rows,
     runs,  # of blocks, one after another by one CTA
     credit,  # offsets in an arena, bytes; the blocks' flags are at 0
-    carry_flags, inbox,
+    carry_flags,
+    inbox,
     inbox_stride,  # of one of the two buffers
     carry_box,
-    POSITION: tl.constexpr, P: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, SUB: tl.constexpr,
+    POSITION: tl.constexpr,
+    P: tl.constexpr,
+    V: tl.constexpr,
+    VB: tl.constexpr,
+    SUB: tl.constexpr,
     MATRIX: tl.constexpr,  # 0: log-decays; else K, and blocks are tiles of SUB rows of a head and VB columns
     KB: tl.constexpr,  # K, padded
     TRANSPOSED: tl.constexpr,
     PIECES: tl.constexpr,  # blocks along V; 1 for log-decays
     GROUPS: tl.constexpr,  # runs that share them
-    HAS_CARRY: tl.constexpr, WANT_CARRY: tl.constexpr, LANES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    HAS_CARRY: tl.constexpr,
+    WANT_CARRY: tl.constexpr,
+    LANES: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """Blocks of rows flow from rank to rank, each folded as it passes (ZeCO, Algorithm 2).
 
     Rank p writes scan e into one of two buffers of rank p + 1, which must have read scan e − 2 from it by then: when

@@ -55,10 +55,19 @@ def fold(value, factor, before, MATRIX: tl.constexpr):
 
 @triton.jit
 def load_input(
-    state, transition, carry_in, tile, valid,
-    HAS_CARRY: tl.constexpr, MATRIX: tl.constexpr, TRANSPOSED: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KB: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    state,
+    transition,
+    carry_in,
+    tile,
+    valid,
+    HAS_CARRY: tl.constexpr,
+    MATRIX: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KB: tl.constexpr,
+    BV: tl.constexpr,
+):
     """This rank's input to a tile: its state, with `carry_in` folded in if it has one, and the transition."""
     NV: tl.constexpr = (V + BV - 1) // BV
     k = tl.arange(0, KB)[:, None]
@@ -91,12 +100,23 @@ def two_shot_kernel(
     results_flags,  # offsets in an arena, bytes; the flags of inputs are at 0
     inbox,
     inbox_stride,  # of one rank's tiles
-    factors_box, factors_stride, results,
+    factors_box,
+    factors_stride,
+    results,
     results_stride,  # of all tiles
-    POSITION: tl.constexpr, P: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr,
-    MATRIX: tl.constexpr, TRANSPOSED: tl.constexpr, HAS_CARRY: tl.constexpr, WANT_CARRY: tl.constexpr,
-    LANES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    POSITION: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KB: tl.constexpr,
+    BV: tl.constexpr,
+    MATRIX: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_CARRY: tl.constexpr,
+    WANT_CARRY: tl.constexpr,
+    LANES: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """All-to-all of tiles to owners, the scan of each tile over the ranks, all-to-all of the results.
 
     Owner j has tiles [j·width, (j+1)·width). It waits for all ranks' inputs of a tile before it writes any result, so

@@ -39,11 +39,18 @@ def gated_norm_kernel(
     weight,  # [V]
     y,  # [N, H, V], written
     rstd,  # [N, H] fp32, written: 1 / sqrt(mean(x²) + eps)
-    x_n, x_h, gate_n, gate_h,  # from n to n + 1, and from h to h + 1, of each
+    x_n,  # from n to n + 1, and from h to h + 1, of each
+    x_h,
+    gate_n,
+    gate_h,
     rows,  # N · H
     eps,
-    H: tl.constexpr, V: tl.constexpr, IS_SWISH: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    H: tl.constexpr,
+    V: tl.constexpr,
+    IS_SWISH: tl.constexpr,
+    BR: tl.constexpr,
+    BV: tl.constexpr,
+):
     """A program computes BR rows."""
     columns = tl.arange(0, BV)
     row = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -59,17 +66,27 @@ def gated_norm_kernel(
 @jit
 def gated_norm_grads_kernel(
     dy,  # [N, H, V], elements of a row side by side, as are the next two
-    x, gate,
+    x,
+    gate,
     weight,  # [V]
     rstd,  # [N, H] fp32: 1 / sqrt(mean(x²) + eps)
     dx,  # [N, H, V], written, as is the next
     dgate,
     dweights,  # [programs, V] fp32, written: the sums of each program's rows
-    dy_n, dy_h, x_n, x_h, gate_n, gate_h,  # from n to n + 1, and from h to h + 1, of each
+    dy_n,  # from n to n + 1, and from h to h + 1, of each
+    dy_h,
+    x_n,
+    x_h,
+    gate_n,
+    gate_h,
     rows,  # N · H
     run,  # rows of a program, a multiple of BR
-    H: tl.constexpr, V: tl.constexpr, IS_SWISH: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    H: tl.constexpr,
+    V: tl.constexpr,
+    IS_SWISH: tl.constexpr,
+    BR: tl.constexpr,
+    BV: tl.constexpr,
+):
     """A program walks over its rows, BR at a time."""
     program = tl.program_id(0)
     columns = tl.arange(0, BV)

@@ -78,11 +78,16 @@ def summaries_kernel(
     x,  # [B, T, C], x; do if REVERSE
     g,  # [B, T, C] fp32
     doc_ids,  # [T] int32, if DOCUMENTS
-    states, log_decays,  # [B, runs, C] fp32, written
+    states,  # [B, runs, C] fp32, written
+    log_decays,  # [B, runs, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
-    T, C,
-    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    T,
+    C,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Compute each run's own state after its tokens, or the gradient for the state before them, and their decay."""
     channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels
@@ -110,10 +115,14 @@ def summaries_kernel(
 def starts_kernel(
     states,  # [B, runs, C] fp32, of the runs; overwritten by what each starts from, or ends with, from zero
     log_decays,  # [B, runs, C] fp32, of the runs; overwritten by those of all runs before it, or after it
-    state, log_decay,  # [B, C] fp32, written
-    runs, C,
-    ROWS: tl.constexpr, BC: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    state,  # [B, C] fp32, written
+    log_decay,  # [B, C] fp32, written
+    runs,
+    C,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Join the runs' summaries."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     batch = tl.program_id(1).to(tl.int64)
@@ -153,14 +162,18 @@ def outputs_kernel(
     x,  # [B, T, C]
     g,  # [B, T, C] fp32
     doc_ids,  # [T] int32, if DOCUMENTS
-    starts, prefix,  # [B, runs, C] fp32, of `starts_kernel`
+    starts,  # [B, runs, C] fp32, of `starts_kernel`
+    prefix,  # [B, runs, C] fp32, of `starts_kernel`
     incoming,  # [B, C], R
     o,  # [B, T, C], written
     states,  # [B, ⌈T / ROWS⌉, C] fp32, written: those before each step of ROWS tokens
     run,  # tokens of a program, a multiple of ROWS
-    T, C,
-    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr,
-):  # fmt: skip
+    T,
+    C,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
     """Compute h of all tokens."""
     channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels
@@ -182,14 +195,18 @@ def grads_kernel(
     do,  # [B, T, C]
     doc_ids,  # [T] int32, if DOCUMENTS
     states,  # [B, ⌈T / ROWS⌉, C] fp32, of `outputs_kernel`
-    ends, suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
+    ends,  # [B, runs, C] fp32, of `starts_kernel` in reverse
+    suffix,  # [B, runs, C] fp32, of `starts_kernel` in reverse
     incoming,  # [B, C], D_in
     dx,  # [B, T, C], written
     dg,  # [B, T, C] fp32, written
     run,  # tokens of a program, a multiple of ROWS
-    T, C,
-    ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr,
-):  # fmt: skip
+    T,
+    C,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
     """Compute dx and dg: h of a step of tokens forward, then dh backward."""
     channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels

@@ -94,8 +94,8 @@ def _operands(
 
 @_operands.register_fake
 def _operands_shapes(
-    u: Tensor, logits: Tensor, decay: Tensor, value_dim: int, groups: int, *limit: float
-) -> tuple[Tensor, ...]:
+    u: Tensor, logits: Tensor, decay: Tensor, value_dim: int, groups: int, least: float, most: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     heads = decay.shape[1]
     values, keys, queries = _parts(u, heads, value_dim, groups)
     g = logits.new_empty(logits.shape, dtype=accumulation_dtype(logits.dtype))
@@ -128,8 +128,11 @@ def _operands_backward(
 
 
 @_operands_backward.register_fake
-def _operand_grad_shapes(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in arguments[5:8])  # u, logits, decay
+def _operand_grad_shapes(
+    dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor, ds: Tensor, u: Tensor, logits: Tensor, decay: Tensor,
+    least: float, most: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return u.new_empty(u.shape), logits.new_empty(logits.shape), decay.new_empty(decay.shape)
 
 
 def _setup_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -187,8 +190,8 @@ def _output_backward(
 @_output_backward.register_fake
 def _output_grad_shapes(
     dy: Tensor, o: Tensor, u: Tensor, z: Tensor, decay: Tensor, weight: Tensor, rstd: Tensor
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (o, z, weight))
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (o, z, weight))  # type: ignore[return-value]
 
 
 def _setup_output(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

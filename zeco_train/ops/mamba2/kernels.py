@@ -53,15 +53,25 @@ def operands_kernel(
     u,  # [N, H·V + 2·GK], elements of a row side by side, as those of logits
     logits,  # [N, H]
     decay,  # [3, H] fp32: dt_bias, A_log, D
-    queries, keys,  # [N, GK], written, as are the next
+    queries,  # [N, GK], written, as are the next
+    keys,
     values,  # [N, H, V]
     g,  # [N, H] fp32
     rows,  # N
-    u_n, logits_n,  # from n to n + 1, of each
-    least, most,
-    H: tl.constexpr, V: tl.constexpr, GK: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
-    BC: tl.constexpr, HEAD_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
-):  # fmt: skip
+    u_n,  # from n to n + 1, of each
+    logits_n,
+    least,
+    most,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    GK: tl.constexpr,
+    BR: tl.constexpr,
+    BH: tl.constexpr,
+    BV: tl.constexpr,
+    BC: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+):
     """A program computes BR tokens of BH heads, or of BC columns of keys or queries."""
     block = tl.program_id(0) % (HEAD_BLOCKS + 2 * COLUMN_BLOCKS)
     row = tl.program_id(0) // (HEAD_BLOCKS + 2 * COLUMN_BLOCKS) * BR + tl.arange(0, BR)
@@ -103,11 +113,20 @@ def operand_grads_kernel(
     sums,  # [runs, 3, H] fp32: gradients of `decay`, of each run's tokens
     rows,  # N
     run,  # tokens of a program, a multiple of BR
-    u_n, logits_n,  # from n to n + 1, of each
-    least, most,
-    H: tl.constexpr, V: tl.constexpr, GK: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
-    BC: tl.constexpr, HEAD_BLOCKS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
-):  # fmt: skip
+    u_n,  # from n to n + 1, of each
+    logits_n,
+    least,
+    most,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    GK: tl.constexpr,
+    BR: tl.constexpr,
+    BH: tl.constexpr,
+    BV: tl.constexpr,
+    BC: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+):
     """A program walks over its tokens, BR at a time, of BH heads, or of BC columns of keys or queries."""
     block = tl.program_id(0) % (HEAD_BLOCKS + 2 * COLUMN_BLOCKS)
     index = tl.program_id(0) // (HEAD_BLOCKS + 2 * COLUMN_BLOCKS)
@@ -173,10 +192,16 @@ def output_kernel(
     y,  # [N, H·V], written
     rstd,  # [N, G] fp32, written: r
     rows,  # N
-    u_n, z_n,  # from n to n + 1, of each
+    u_n,  # from n to n + 1, of each
+    z_n,
     eps,
-    H: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    H: tl.constexpr,
+    V: tl.constexpr,
+    G: tl.constexpr,
+    BR: tl.constexpr,
+    BH: tl.constexpr,
+    BV: tl.constexpr,
+):
     """A program computes one group of BR tokens; BH heads hold it."""
     group = tl.program_id(0) % G
     row = tl.program_id(0) // G * BR + tl.arange(0, BR)
@@ -211,9 +236,16 @@ def output_grads_kernel(
     dweights,  # [runs, H·V] fp32, written: the sums of each run's tokens
     rows,  # N
     run,  # tokens of a program, a multiple of BR
-    dy_n, u_n, z_n,  # from n to n + 1, of each
-    H: tl.constexpr, V: tl.constexpr, G: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+    dy_n,  # from n to n + 1, of each
+    u_n,
+    z_n,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    G: tl.constexpr,
+    BR: tl.constexpr,
+    BH: tl.constexpr,
+    BV: tl.constexpr,
+):
     """A program walks over one group of its tokens, BR at a time; BH heads hold it."""
     group = tl.program_id(0) % G
     index = tl.program_id(0) // G

@@ -34,12 +34,18 @@ def outputs_kernel(
     incoming,  # [B, 1, W - 1, C] fp32, if RECEIVED
     doc_ids,  # [T] int32, if DOCUMENTS
     y,  # [B, T, C], contiguous, written
-    x_batch, x_token,
+    x_batch,
+    x_token,
     run,  # tokens of a program, a multiple of ROWS
     last,  # tokens to compute
-    T, C,
-    W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr, RECEIVED: tl.constexpr,
-):  # fmt: skip
+    T,
+    C,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    RECEIVED: tl.constexpr,
+):
     """Compute y of the first `last` tokens, from zeros or, in a single run, from the received inputs."""
     channels, columns, first, batch = run_of_program(run, C, BC)
     x_of, y_of = x + batch * x_batch + channels, y + batch * T * C + channels
@@ -95,11 +101,18 @@ def grads_kernel(
     x,  # [B, T, C]
     dx,  # [B, T, C], contiguous, written
     sums,  # [B, runs, W + 1, C] fp32, written: parts of dweight[:, 0, j] in row j, of dbias in row W
-    do_batch, do_token, x_batch, x_token,
+    do_batch,
+    do_token,
+    x_batch,
+    x_token,
     run,  # tokens of a program, a multiple of ROWS
-    T, C,
-    W: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr, DOCUMENTS: tl.constexpr,
-):  # fmt: skip
+    T,
+    C,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
     """Compute dx with zeros after the shard, and the run's part of dweight and dbias, without the received inputs."""
     channels, columns, first, batch = run_of_program(run, C, BC)
     do_of, x_of, dx_of = do + batch * do_batch + channels, x + batch * x_batch + channels, dx + batch * T * C + channels
@@ -171,11 +184,15 @@ def received_grads_kernel(
     weight,  # [C, 1, W]
     doc_ids,  # [T] int32, if DOCUMENTS
     grads,  # [B, 1, W - 1, C] fp32, D_loc, written
-    do_batch, do_token, T, C,
+    do_batch,
+    do_token,
+    T,
+    C,
     W: tl.constexpr,
     ROWS: tl.constexpr,  # a power of 2 from W - 1 on
-    BC: tl.constexpr, DOCUMENTS: tl.constexpr,
-):  # fmt: skip
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
     """Compute D_loc, dx of the received inputs."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     batch = tl.program_id(1).to(tl.int64)
@@ -197,12 +214,18 @@ def last_grads_kernel(
     dx,  # [B, T, C], contiguous, the last W - 1 tokens are written
     dweight,  # [C, 1, W], written
     dbias,  # [C], written
-    do_batch, do_token, parts, B, T, C,
+    do_batch,
+    do_token,
+    parts,
+    B,
+    T,
+    C,
     W: tl.constexpr,
     ROWS: tl.constexpr,  # a power of 2 from W - 1 on
     PARTS: tl.constexpr,  # rows of `sums` in a tile
-    BC: tl.constexpr, DOCUMENTS: tl.constexpr,
-):  # fmt: skip
+    BC: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
     """Complete all gradients: W programs for dweight, one for dbias, then B for dx of the last tokens, by channels."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     columns = (channels < C)[None, :]

@@ -62,12 +62,22 @@ def chunks_kernel(
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N + 1, B, H, D, W]: true states at the boundaries of chunks, or in reverse their gradients
     outputs,  # [B, T, H, W], written
-    scale, T,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
     BH,
-    C: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, HEADS: tl.constexpr, REVERSE: tl.constexpr,
-    FIXED: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    HEADS: tl.constexpr,
+    REVERSE: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One program computes BW columns of one chunk for HEADS heads of one group: one, or D <= BD."""
     tiles: tl.constexpr = (W + BW - 1) // BW
     first_column = (tl.program_id(0) % tiles) * BW
@@ -126,8 +136,10 @@ def _split_product(x, y, always, PRECISION: tl.constexpr):
 
 @jit
 def grads_kernel(
-    queries, keys,  # [B, T, G, K]
-    values, output_grads,  # [B, T, H, V]
+    queries,  # [B, T, G, K]
+    keys,  # [B, T, G, K]
+    values,  # [B, T, H, V]
+    output_grads,  # [B, T, H, V]
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks
@@ -137,12 +149,22 @@ def grads_kernel(
     dv,  # [B, T, H, V], of K <= BK
     pair_sums,  # [K / BK, B, H, T] fp32, with TERMS: q · dq − k · dk over these columns, of the latter the chunk's part
     state_sums,  # [K / BK, B, H, T] fp32, with TERMS: k · dk from dS, over these columns
-    scale, T,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     BH,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HEADS: tl.constexpr, TERMS: tl.constexpr, FIXED: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HEADS: tl.constexpr,
+    TERMS: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One program computes BK columns of dq and dk of one chunk, and if those are all dv, for HEADS heads of one group.
 
     What pairs add to q · dq and to k · dk are row and column sums of one matrix. dq and dk are transposed here: with
@@ -218,8 +240,10 @@ def grads_kernel(
 
 @jit
 def pairs_kernel(
-    queries, keys,  # [B, T, G, K]
-    values, output_grads,  # [B, T, H, V]
+    queries,  # [B, T, G, K]
+    keys,  # [B, T, G, K]
+    values,  # [B, T, H, V]
+    output_grads,  # [B, T, H, V]
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
     dv,  # [B, T, H, V], written, as are all that follow: of pairs
@@ -309,8 +333,10 @@ def state_grads_kernel(
 
 @jit
 def key_tiles_kernel(
-    queries, keys,  # [B, T, G, K]
-    values, output_grads,  # [B, T, H, V]
+    queries,  # [B, T, G, K]
+    keys,  # [B, T, G, K]
+    values,  # [B, T, H, V]
+    output_grads,  # [B, T, H, V]
     decays,  # [B, H, T] fp32, sums of g inside chunks; with FIXED [H], the log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N + 1, B, H, K, V]: true states at the boundaries of chunks
@@ -318,12 +344,21 @@ def key_tiles_kernel(
     dq,  # [B, T, H, WIDTH], written, as are all that follow: the first WIDTH columns
     dk,  # [B, T, H, WIDTH]
     dv,  # [B, T, H, V]
-    scale, T,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, V: tl.constexpr,
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    V: tl.constexpr,
     BH,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One program computes dq, dk and dv of one chunk and head, by tiles of K, where V <= BV; no terms of dg."""
     chunk, batch_head = tl.program_id(0), tl.program_id(1)
     start = chunk * C

@@ -121,10 +121,19 @@ def decay_grads_kernel(
     decays,  # [B, H, T] fp32, sums of g inside chunks
     doc_ids,  # [T] int32, read with DOCUMENTS
     dg,  # [B, T, H] fp32, written
-    T, H, BH, num_spans,
-    C: tl.constexpr, SPAN: tl.constexpr, QUERY_TILES: tl.constexpr, KEY_TILES: tl.constexpr, BORDER_TILES: tl.constexpr,
-    HEADS: tl.constexpr, NEGLIGIBLE: tl.constexpr, DOCUMENTS: tl.constexpr,
-):  # fmt: skip
+    T,
+    H,
+    BH,
+    num_spans,
+    C: tl.constexpr,
+    SPAN: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+    KEY_TILES: tl.constexpr,
+    BORDER_TILES: tl.constexpr,
+    HEADS: tl.constexpr,
+    NEGLIGIBLE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
     """One program goes through one span of HEADS heads, from its last chunk to its first.
 
     HEADS: dg is contiguous in heads, its terms in time. NEGLIGIBLE: where a chunk's decay is no larger, nothing passes

@@ -66,13 +66,26 @@ def states_kernel(
     states,  # [N + 1, B, H, K, V], with BOUNDARIES written: at all boundaries; in reverse not at the first
     others,  # [N + 1, B, H, K, V]: S, read with TERMS
     boundary_terms,  # [tiles, N / SPAN, B, H] fp32, written with TERMS: <S, dS> after every SPAN chunks
-    scale, T,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BH, num_chunks, segment_chunks,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SPAN: tl.constexpr, REVERSE: tl.constexpr,
-    BOUNDARIES: tl.constexpr, TERMS: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    scale,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BH,
+    num_chunks,
+    segment_chunks,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SPAN: tl.constexpr,
+    REVERSE: tl.constexpr,
+    BOUNDARIES: tl.constexpr,
+    TERMS: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One program walks one segment with a [BK, BV] tile of the state in registers."""
     value_tiles: tl.constexpr = (V + BV - 1) // BV
     tile = tl.program_id(0)
@@ -146,12 +159,27 @@ def walk_kernel(
     row_sums,  # [W / BW, B, H, T] fp32, written with TERMS: of extra ⊙ outputs, over these columns
     row_state_sums,  # [W / BW, B, H, T] fp32, written with TERMS in reverse: of those outputs' part from the state
     boundary_terms,  # [W / BW, N / SPAN, B, H] fp32, written with TERMS in reverse: <S, dS> after every SPAN chunks
-    scale, T,
-    H: tl.constexpr, QUERY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-    BH, num_chunks, segment_chunks,
-    C: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, SPAN: tl.constexpr, TURNED: tl.constexpr,
-    REVERSE: tl.constexpr, TERMS: tl.constexpr, FIXED: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    scale,
+    T,
+    H: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BH,
+    num_chunks,
+    segment_chunks,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BW: tl.constexpr,
+    SPAN: tl.constexpr,
+    TURNED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    TERMS: tl.constexpr,
+    FIXED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One program walks one segment with BW columns of the state of one head; D <= BD.
 
     TURNED: the state here is the transpose of the one in `starts`.
