@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,15 +32,8 @@ class FeatureMap(Enum):
     sigmoid = "sigmoid"
 
     def __call__(self, x: Tensor) -> Tensor:
-        match self:
-            case FeatureMap.relu:
-                return F.relu(x)
-            case FeatureMap.sqrelu:
-                return F.relu(x).square()
-            case FeatureMap.silu:
-                return F.silu(x)
-            case FeatureMap.sigmoid:
-                return torch.sigmoid(x)
+        # The others are torch's functions of these names.
+        return F.relu(x).square() if self is FeatureMap.sqrelu else getattr(F, self.value)(x)
 
 
 @dataclass
