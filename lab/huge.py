@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,8 @@ _ELEMENTS = 1 << 31
 def huge_sequence(dtype: torch.dtype, seed: int, value_dim: int = 128, elements: int = _ELEMENTS) -> Whole:
     """A sequence on one rank whose values, and states at chunk boundaries, have more than `elements` elements."""
     heads = elements // (_TOKENS * value_dim) + 1
-    sizes = {"heads": heads, "groups": heads, "key_dim": _KEY_DIM, "value_dim": value_dim}
-    return Whole(f"{seed} huge", DEFAULT, _TOKENS, 1, **sizes, carry=True, dtype=dtype, is_launched=True)
+    whole = Whole(f"{seed} huge", DEFAULT, _TOKENS, 1, heads=heads, groups=heads, key_dim=_KEY_DIM, value_dim=value_dim)
+    return replace(whole, carry=True, dtype=dtype, is_launched=True)
 
 
 def huge_deviations(whole: Whole, device: torch.device) -> dict[str, Deviation]:
