@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from zeco_train.bench.case import ADVICE, Case, Report
 from zeco_train.bench.config import CaseConfig, describe
 from zeco_train.bench.session import Session
-from zeco_train.distributed.mesh import Device
-from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.end import Job, run_job
 from zeco_train.system.command import docstring
 
 
 @dataclass(frozen=True)
 class LabCase(Case):
-    """A case outside the product.
-
-    Attributes:
-        keeps_log: store what the project logs meanwhile; not of cases that train, which log every step.
-        starts_ranks: it is one process without a GPU, which starts those that it measures.
-    """
+    """`keeps_log`: store what the project logs meanwhile; not of cases that train, which log every step."""
 
     keeps_log: bool = True
-    starts_ranks: bool = False
-
-    def open(self, config: CaseConfig, job: Job) -> Session:
-        if not self.starts_ranks:
-            return super().open(config, job)
-        if job.launch.world_size > 1:
-            raise ConfigError("case", self.name, "starts its ranks itself (ranks=N); start it without torchrun")
-        return super().open(replace(config, device=Device.cpu), job)
 
     def measure(self, config: CaseConfig, session: Session) -> Report:
         if self.keeps_log:

@@ -6,7 +6,7 @@ Answer: open.
     losses     Table 2: the last loss of every strategy, with whole sequences on each rank and with LASP-1's ring, of
                Lightning Attention (the paper's TNL) and plain linear attention; one global batch for all
     ablation   Table 3: kernel fusion × state cache, of Lightning Attention on LASP-1's ring, eager
-    longest    Tables 4 and 7: `lab.longest` with and without recomputation, pure and 1/4 hybrid
+    longest    Tables 4 and 7: `bench longest` with and without recomputation, pure and 1/4 hybrid
     memory     Figure 3 and Table 10: speed and peak memory by length, with `ddp` and `zero3`
 
 KEY=VALUE are passed on: to train.py by `losses`, to the benchmark by the others.
@@ -84,7 +84,7 @@ def _longest(options: argparse.Namespace) -> Iterator[Row]:
     out = options.out / "longest"
     own = ["model=lightning_1b", f"ranks={options.ranks}", "variants=[dp,lasp1]", "recompute=[none,full]"]
     own += ["strategies=[ddp,zero1,zero2,zero3]", "every=[0,4]", "budget_seconds=3600", f"out={out}"]
-    _start(1, "lab.longest", *own, *options.settings)
+    _start(1, "zeco_train.bench", "longest", *own, *options.settings)
     names = ("model", "strategy", "recompute", "variant", "tokens", "planned_tokens", "ratio", "tokens_per_second")
     for row in _rows(out):
         yield {name: row.get(name) for name in (*names, "note")}

@@ -16,7 +16,6 @@ from data import prepare
 from lab import emulated_nodes, family
 from lab.attention import AttentionConfig
 from lab.delays.config import DelaysConfig
-from lab.longest import LongestConfig
 from launch import sweep
 from tests.support.commands import REPOSITORY, SMALL
 from tests.support.documented import PAGES, Documented, checkout, commands_of, run
@@ -213,7 +212,6 @@ _READERS: dict[str, Callable[[list[str]], object]] = {
     "lab.attention": AttentionConfig.load,
     "lab.delays": DelaysConfig.load,
     "lab.family": family.parse,
-    "lab.longest": LongestConfig.load,
     "lab.emulated_nodes": emulated_nodes.parse,
 }
 

@@ -79,7 +79,7 @@ _ZECO = ", ".join(SHARING)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("collective", "case=collective: must be collectives, operator, model, decode or plot"),
+        ("collective", "case=collective: must be collectives, operator, model, decode, longest or plot"),
         ("collectives size_mb=[1]", "size_mb=[1]: unknown key; did you mean sizes_mb?"),
         ("collectives sizes_mb=[0.7]", "sizes_mb=0.7: must be a multiple of 0.03125"),
         ("collectives runs", "argument=runs: must be KEY=VALUE"),

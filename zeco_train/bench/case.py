@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,8 @@ from zeco_train.bench.config import CaseConfig
 from zeco_train.bench.session import Row, Session
 from zeco_train.bench.stored import FORMAT
 from zeco_train.config.schema import to_plain
+from zeco_train.distributed.mesh import Device
+from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.end import Advice, Job
 from zeco_train.system.environment import environment
 from zeco_train.system.files import write_result
@@ -148,12 +150,16 @@ def time_columns(unit: str, digits: int, kinds: Sequence[str] = ("median", "p10"
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark: its settings, the columns of its table, and what measures with them into a report."""
+    """A benchmark: its settings, the columns of its table, and what measures with them into a report.
+
+    `starts_ranks`: it is one process without a GPU, which starts those that it measures.
+    """
 
     name: str
     config: type[CaseConfig]
     columns: Columns
     run: Callable[[Any, Session, Report], None]
+    starts_ranks: bool = False
 
     def measure(self, config: CaseConfig, session: Session) -> Report:
         """Run, store what the project logs meanwhile, and plot the results.
@@ -168,15 +174,14 @@ class Case:
         report.finish()
         return report
 
-    def open(self, config: CaseConfig, job: Job) -> Session:
-        """Join the other ranks."""
-        return Session.open(config, job.launch, job)
-
     def start(self, arguments: Sequence[str], job: Job) -> int:
         """Join the other ranks and run; returns the exit code, 1 if a measurement fails its check."""
         config = self.config.load(arguments)
+        if self.starts_ranks and job.launch.world_size > 1:
+            raise ConfigError("case", self.name, "starts its ranks itself (ranks=N); start it without torchrun")
+        own = replace(config, device=Device.cpu) if self.starts_ranks else config
         with job.joining(timedelta(seconds=config.timeout_seconds)):
-            session = self.open(config, job)
+            session = Session.open(own, job.launch, job)
         report = self.measure(config, session)
         session.drain()
         if session.mesh.is_main:

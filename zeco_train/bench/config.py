@@ -291,6 +291,80 @@ class DecodeConfig(OfModelConfig):
         return self._load_run()
 
 
+@dataclass
+class LongestConfig(OfModelConfig):
+    """Settings of case `longest`.
+
+    Attributes:
+        warmup: steps of a trial before its last one; CUDA graphs are captured in the third.
+        variants: backends, as `sp=`; empty: dp, and the others if there are ranks to share with.
+        ranks: that train together; this command starts them.
+        strategies: of the parameters, as `parallel=`.
+        recompute: as `train.recompute`; each combination with `every`, `strategies` and `variants` is a search.
+        every: patterns of softmax attention, one layer in this many, 0 in none; empty: the model's own.
+        segments, compile, cuda_graphs: as train.py's `train.segments` and so on.
+        micro_batches: sequences of a step in each group of ranks that share one.
+        unit: lengths are multiples of so many tokens a rank and segment.
+        precision: of a length, relative.
+        most: tokens of a sequence, at most.
+        memory_gb: of a process on a CPU, its data in 10^9 bytes; null: no limit of its own.
+        trial_seconds: longest time of a trial.
+    """
+
+    warmup: int = 3
+    variants: list[str] = field(default_factory=list)
+    ranks: int = 1
+    strategies: list[Strategy] = field(default_factory=lambda: [Strategy.zero2])
+    recompute: list[Recompute] = field(default_factory=lambda: [*Recompute])
+    every: list[int] = field(default_factory=list)
+    segments: int = 1
+    compile: Compile = Compile.auto
+    cuda_graphs: CudaGraphs = CudaGraphs.auto
+    micro_batches: int = 1
+    unit: int = 1024
+    precision: float = 0.05
+    most: int = 1 << 26
+    memory_gb: float | None = None
+    trial_seconds: float = 300.0
+
+    def validate(self) -> None:
+        super().validate()
+        self.variants = self.variants or ["dp", *(SHARING if self.ranks > 1 else ())]
+        self._check_different("variants", ("dp", *SHARING))
+        for name in ("strategies", "recompute", "every"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values) or (not values and name != "every"):
+                raise ConfigError(name, values, "must be a list of different ones")
+        check_least(self, ranks=1, segments=1, micro_batches=1, unit=1, most=1)
+        if self.most < (least := self.unit * self.segments * self.ranks):
+            raise ConfigError("most", self.most, f"must be ≥ {least}, one unit of each rank and segment")
+        if not 0 <= self.precision < 1:
+            raise ConfigError("precision", self.precision, "must be ≥ 0 and < 1")
+        for name in ("memory_gb", "trial_seconds"):
+            if (value := getattr(self, name)) is not None and not 0 < value <= 1e6:
+                raise ConfigError(name, value, "must be > 0 and ≤ 1e6")
+        self._load_run()
+
+    def trial_overrides(self, every: int | None, strategy: Strategy, recompute: Recompute, backend: str) -> list[str]:
+        """Overrides of a trial's run, all but its files and its length."""
+        dp_size = self.ranks if backend == "dp" else 1
+        return [
+            f"model={self.model}", *self.overrides, *([] if every is None else [f"model.attn.every={every or 'null'}"]),
+            f"train.dtype={self.dtype.name}", f"seed={self.seed}", f"train.kernels={self.kernels.name}",
+            f"parallel={strategy.name}", f"train.recompute={recompute.name}", f"sp={backend}",
+            f"sp.size={1 if backend == 'dp' else self.ranks}", f"train.segments={self.segments}",
+            f"train.compile={self.compile.name}", f"train.cuda_graphs={self.cuda_graphs.name}",
+            "data=tokens", f"data.global_batch={dp_size * self.micro_batches}", "data.micro_batch=1",
+            "train.eval_sequences=0", f"train.steps={self.warmup + 1}",
+            "sched=constant", "sched.warmup_steps=0", "checkpoint.every=0", "checkpoint.final=false",
+            f"parallel.timeout_seconds={self.timeout_seconds}",
+        ]  # fmt: skip
+
+    def load_trial(self, overrides: Sequence[str]) -> Config:
+        """A trial's run; `ConfigError` if it is refused."""
+        return load_config([*overrides, "data.path=store"])
+
+
 def describe(cases: Mapping[str, type[CaseConfig]]) -> str:
     """The settings of cases, for `--help`: of one case all; of several a line each, first those that they share."""
     if len(cases) == 1:

@@ -13,9 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-from lab import longest
-from lab.longest import FailedTrialError, LongestConfig, Trials
 from tests.support.commands import is_running, run_here
+from zeco_train.bench import __main__ as command
+from zeco_train.bench import longest
+from zeco_train.bench.config import LongestConfig
+from zeco_train.bench.longest import FailedTrialError, Trials
 from zeco_train.config.schema import Config
 from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
@@ -74,7 +76,7 @@ def test_table_has_the_longest_of_each_setting(tmp_path: Path, monkeypatch: pyte
     settings = ["ranks=2", "variants=[dp,zeco]", "strategies=[zero1,torch_ddp]", "recompute=[none,full]", "unit=512"]
     settings += ["precision=0", "most=30000", "device=cpu", f"out={tmp_path}"]
     started = _fake(monkeypatch, lambda run: run["tokens"] <= limits[run["train.recompute"]] // int(run["sp.size"]))
-    outcome = run_here(longest.main, *TINY, *settings)
+    outcome = run_here(command.main, "longest", *TINY, *settings)
     assert outcome.code == 0, outcome
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     found = {(row["strategy"], row["recompute"], row["variant"]): row["tokens"] for row in rows}
@@ -88,7 +90,7 @@ def test_table_has_the_longest_of_each_setting(tmp_path: Path, monkeypatch: pyte
 def test_refused_and_failed_settings_are_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(monkeypatch, lambda run: (2, "warning: a\nerror: data.path: not there\n"))
     settings = ["dtype=bf16", "device=cpu", "variants=[dp]", "strategies=[torch_ddp,zero1]", "recompute=[none]"]
-    outcome = run_here(longest.main, *TINY, *settings, f"out={tmp_path}")
+    outcome = run_here(command.main, "longest", *TINY, *settings, f"out={tmp_path}")
     assert outcome.code == 1
     refused, failed = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert refused["note"].startswith("refused: train.dtype=bf16: must be fp32 or fp64 with parallel=torch_ddp")
@@ -97,7 +99,7 @@ def test_refused_and_failed_settings_are_rows_of_their_own(tmp_path: Path, monke
 
 def test_what_fitted_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(monkeypatch, lambda run: run["tokens"] <= 4096 or (1, "error: late\n"))
-    outcome = run_here(longest.main, *TINY, "device=cpu", "recompute=[none]", f"out={tmp_path}")
+    outcome = run_here(command.main, "longest", *TINY, "device=cpu", "recompute=[none]", f"out={tmp_path}")
     assert outcome.code == 1
     # On one rank the backends train alike: one row.
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
@@ -114,7 +116,7 @@ def test_setting_that_has_no_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(longest, "_planned", refuse)
     _fake(monkeypatch, lambda run: run["tokens"] <= 4096)
-    outcome = run_here(longest.main, *TINY, "device=cpu", "recompute=[none,full]", f"out={tmp_path}")
+    outcome = run_here(command.main, "longest", *TINY, "device=cpu", "recompute=[none,full]", f"out={tmp_path}")
     assert outcome.code == 0, outcome
     refused, found = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert (refused["note"], found["tokens"]) == ("refused: a=1: not planned", 4096)
@@ -139,7 +141,7 @@ def test_signs_of_memory(output: str, limited: bool, is_answer: bool, monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_gpus_that_are_not_there_are_refused() -> None:
-    outcome = run_here(longest.main, *TINY, "device=cuda")
+    outcome = run_here(command.main, "longest", *TINY, "device=cuda")
     assert outcome.errors == ["device=cuda: 1 ranks on this machine, 0 CUDA devices; or device=cpu"]
 
 
@@ -151,7 +153,7 @@ def test_stop_signal_ends_the_trial(number: signal.Signals, tmp_path: Path, monk
     trial.chmod(0o700)
     monkeypatch.setattr(longest.sys, "executable", str(trial))
     with pytest.raises(SystemExit) as end:
-        run_here(longest.main, *TINY, "device=cpu", f"out={tmp_path}/out")
+        run_here(command.main, "longest", *TINY, "device=cpu", f"out={tmp_path}/out")
     assert end.value.code == 128 + number
     assert not is_running(int((tmp_path / "pid").read_text()))
 
@@ -168,7 +170,7 @@ def test_search_begins_at_the_planned_length(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(longest, "query_gpus", lambda names: [{"name": "NVIDIA H100 80GB HBM3"}] * 2)
     _fake(monkeypatch, lambda run: plan_memory(case.with_changes(seq_len=run["tokens"]), 0.05).fits)
     settings = ["model=gla_340m", "ranks=2", "variants=[zeco]", "strategies=[zero1]", "recompute=[none]"]
-    outcome = run_here(longest.main, *settings, "precision=0", f"out={tmp_path}")
+    outcome = run_here(command.main, "longest", *settings, "precision=0", f"out={tmp_path}")
     assert outcome.code == 0, outcome
     (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert (row["tokens"], row["planned_tokens"], row["ratio"]) == (expected, expected, 1.0)
@@ -176,10 +178,10 @@ def test_search_begins_at_the_planned_length(tmp_path: Path, monkeypatch: pytest
     failure = subprocess.CalledProcessError(9, "nvidia-smi")
     for smi in (mock.Mock(return_value=[]), mock.Mock(side_effect=failure)):
         monkeypatch.setattr(longest, "query_gpus", smi)
-        assert run_here(longest.main, *settings, "precision=0.5", f"out={tmp_path}").code == 0
+        assert run_here(command.main, "longest", *settings, "precision=0.5", f"out={tmp_path}").code == 0
         (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
         assert row["planned_tokens"] is None
-    limited = run_here(longest.main, *settings, "memory_gb=1", f"out={tmp_path}")
+    limited = run_here(command.main, "longest", *settings, "memory_gb=1", f"out={tmp_path}")
     assert limited.errors == ["memory_gb=1.0: limits processes on CPUs; GPUs are measured whole"]
 
 

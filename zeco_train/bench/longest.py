@@ -1,7 +1,4 @@
-"""Question: what is the longest sequence that trains, by strategy, recomputation and backend, beside the plan's?
-Command: python -m lab.longest ranks=4 'strategies=[ddp,zero1,zero2,zero3]' 'recompute=[none,full]' 'variants=[zeco]'
-Date: -
-Answer: not measured on GPUs yet; docs/papers.md has LASP's. Bisection of real steps:
+"""Case `longest`: the longest sequence that trains, found by bisection of real steps.
 
 A trial is a run of the trainer, in processes of its own, on a sequence of random tokens; one that is out of memory is
 an answer. All lengths are multiples of `unit` tokens a rank and segment. The search begins at the planned length
@@ -18,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +23,10 @@ from typing import Any
 import numpy as np
 
 from data.store.writer import StoreWriter
-from lab.bench_case import LabCase
-from zeco_train.bench.case import Report
-from zeco_train.bench.config import OfModelConfig
+from zeco_train.bench.case import Case, Report
+from zeco_train.bench.config import LongestConfig
 from zeco_train.bench.session import Row, Session
-from zeco_train.config.schema import Config, load_config
+from zeco_train.config.schema import Config
 from zeco_train.distributed.config import Strategy
 from zeco_train.distributed.mesh import are_on_cuda
 from zeco_train.errors import ConfigError, ZecoError
@@ -40,13 +35,11 @@ from zeco_train.plan.advice import longest_sequence
 from zeco_train.plan.case import build_case
 from zeco_train.plan.config import PlanSettings, Request
 from zeco_train.plan.devices import Gpu
-from zeco_train.sp.backend_registry import SHARING
 from zeco_train.system.environment import query_gpus
 from zeco_train.system.files import METRICS_FILE
-from zeco_train.system.numbers import check_least, largest
-from zeco_train.system.signals import StopRequest, run_command
+from zeco_train.system.numbers import largest
+from zeco_train.system.signals import StopRequest
 from zeco_train.tracking.metrics import read_metrics
-from zeco_train.training.config import Compile, CudaGraphs
 
 # In the output of a trial: the line of this project, what NCCL and C++ libraries say, and torchrun of a rank that the
 # kernel has killed for its memory.
@@ -65,80 +58,6 @@ COLUMNS = {
     "tokens_per_second": ("tokens/s", ">10:.0f"),
     "trials": ("trials", ">6"),
 }
-
-
-@dataclass
-class LongestConfig(OfModelConfig):
-    """Settings of case `longest`.
-
-    Attributes:
-        warmup: steps of a trial before its last one; CUDA graphs are captured in the third.
-        variants: backends, as `sp=`; empty: dp, and the others if there are ranks to share with.
-        ranks: that train together; this command starts them.
-        strategies: of the parameters, as `parallel=`.
-        recompute: as `train.recompute`; each combination with `every`, `strategies` and `variants` is a search.
-        every: patterns of softmax attention, one layer in this many, 0 in none; empty: the model's own.
-        segments, compile, cuda_graphs: as train.py's `train.segments` and so on.
-        micro_batches: sequences of a step in each group of ranks that share one.
-        unit: lengths are multiples of so many tokens a rank and segment.
-        precision: of a length, relative.
-        most: tokens of a sequence, at most.
-        memory_gb: of a process on a CPU, its data in 10^9 bytes; null: no limit of its own.
-        trial_seconds: longest time of a trial.
-    """
-
-    warmup: int = 3
-    variants: list[str] = field(default_factory=list)
-    ranks: int = 1
-    strategies: list[Strategy] = field(default_factory=lambda: [Strategy.zero2])
-    recompute: list[Recompute] = field(default_factory=lambda: [*Recompute])
-    every: list[int] = field(default_factory=list)
-    segments: int = 1
-    compile: Compile = Compile.auto
-    cuda_graphs: CudaGraphs = CudaGraphs.auto
-    micro_batches: int = 1
-    unit: int = 1024
-    precision: float = 0.05
-    most: int = 1 << 26
-    memory_gb: float | None = None
-    trial_seconds: float = 300.0
-
-    def validate(self) -> None:
-        super().validate()
-        self.variants = self.variants or ["dp", *(SHARING if self.ranks > 1 else ())]
-        self._check_different("variants", ("dp", *SHARING))
-        for name in ("strategies", "recompute", "every"):
-            values = getattr(self, name)
-            if len(set(values)) < len(values) or (not values and name != "every"):
-                raise ConfigError(name, values, "must be a list of different ones")
-        check_least(self, ranks=1, segments=1, micro_batches=1, unit=1, most=1)
-        if self.most < (least := self.unit * self.segments * self.ranks):
-            raise ConfigError("most", self.most, f"must be ≥ {least}, one unit of each rank and segment")
-        if not 0 <= self.precision < 1:
-            raise ConfigError("precision", self.precision, "must be ≥ 0 and < 1")
-        for name in ("memory_gb", "trial_seconds"):
-            if (value := getattr(self, name)) is not None and not 0 < value <= 1e6:
-                raise ConfigError(name, value, "must be > 0 and ≤ 1e6")
-        self._load_run()
-
-    def trial_overrides(self, every: int | None, strategy: Strategy, recompute: Recompute, backend: str) -> list[str]:
-        """Overrides of a trial's run, all but its files and its length."""
-        dp_size = self.ranks if backend == "dp" else 1
-        return [
-            f"model={self.model}", *self.overrides, *([] if every is None else [f"model.attn.every={every or 'null'}"]),
-            f"train.dtype={self.dtype.name}", f"seed={self.seed}", f"train.kernels={self.kernels.name}",
-            f"parallel={strategy.name}", f"train.recompute={recompute.name}", f"sp={backend}",
-            f"sp.size={1 if backend == 'dp' else self.ranks}", f"train.segments={self.segments}",
-            f"train.compile={self.compile.name}", f"train.cuda_graphs={self.cuda_graphs.name}",
-            "data=tokens", f"data.global_batch={dp_size * self.micro_batches}", "data.micro_batch=1",
-            "train.eval_sequences=0", f"train.steps={self.warmup + 1}",
-            "sched=constant", "sched.warmup_steps=0", "checkpoint.every=0", "checkpoint.final=false",
-            f"parallel.timeout_seconds={self.timeout_seconds}",
-        ]  # fmt: skip
-
-    def load_trial(self, overrides: Sequence[str]) -> Config:
-        """A trial's run; `ConfigError` if it is refused."""
-        return load_config([*overrides, "data.path=store"])
 
 
 class FailedTrialError(ZecoError):
@@ -241,8 +160,7 @@ def run(config: LongestConfig, session: Session, report: Report) -> None:
         report.add([row])
 
 
-CASE = LabCase("longest", LongestConfig, COLUMNS, run, starts_ranks=True)
-main = CASE.main
+CASE = Case("longest", LongestConfig, COLUMNS, run, starts_ranks=True)
 
 
 def _name(setting: tuple[int | None, Strategy, Recompute, str]) -> str:
@@ -279,7 +197,3 @@ def _write_tokens(folder: Path, run: Config, tokens: int) -> None:
     with StoreWriter(folder, vocab_size=vocab_size, eos_id=0, tokenizer={"kind": "bytes"}) as writer:
         writer.append(np.random.default_rng(run.seed).integers(1, vocab_size, count), [count])
         writer.finish("sources")
-
-
-if __name__ == "__main__":
-    run_command("lab.longest")
