@@ -14,7 +14,6 @@ import pytest
 
 from data import prepare
 from lab import emulated_nodes, family
-from lab.attention import AttentionConfig
 from lab.delays.config import DelaysConfig
 from launch import sweep
 from tests.support.commands import REPOSITORY, SMALL
@@ -209,7 +208,6 @@ _READERS: dict[str, Callable[[list[str]], object]] = {
     "zeco_train.report": report._parse,
     "data.prepare": prepare._parse,
     "launch/sweep.py": sweep.parse,
-    "lab.attention": AttentionConfig.load,
     "lab.delays": DelaysConfig.load,
     "lab.family": family.parse,
     "lab.emulated_nodes": emulated_nodes.parse,

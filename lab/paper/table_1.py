@@ -29,9 +29,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lab import attention, forked_ranks
-from lab.attention import AttentionConfig, build_variant
+from lab import forked_ranks
 from lab.paper import store
+from zeco_train.bench import attention
+from zeco_train.bench.attention import AttentionConfig, build_variant
 from zeco_train.bench.operator import Shape
 from zeco_train.bench.session import Session
 from zeco_train.collectives import all_gather, chain, wire
@@ -39,7 +40,7 @@ from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.ops import attend, mix, seam
 from zeco_train.system.command import Parser, docstring
 
-# By the names of `lab.attention`; Megatron-SP and Ulysses compute softmax attention, as in the papers.
+# By the names of `bench attention`; Megatron-SP and Ulysses compute softmax attention, as in the papers.
 VARIANTS = (
     "dp",
     "ulysses",

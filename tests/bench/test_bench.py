@@ -79,7 +79,7 @@ _ZECO = ", ".join(SHARING)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("collective", "case=collective: must be collectives, operator, model, decode, longest or plot"),
+        ("collective", "case=collective: must be collectives, operator, attention, model, decode, longest or plot"),
         ("collectives size_mb=[1]", "size_mb=[1]: unknown key; did you mean sizes_mb?"),
         ("collectives sizes_mb=[0.7]", "sizes_mb=0.7: must be a multiple of 0.03125"),
         ("collectives runs", "argument=runs: must be KEY=VALUE"),
@@ -100,6 +100,14 @@ _ZECO = ", ".join(SHARING)
         ("operator tokens=[]", "tokens=[]: must be a list of numbers ≥ 1"),
         ("operator variants=[fla:compile]", f"variants=fla:compile: must be one of dp, copy, {_ZECO}, fla"),
         ("operator device=cpu kernels=require", "kernels=require: there are no kernels on CPUs"),
+        (
+            "attention variants=[dp,flash]",
+            "variants=['dp', 'flash']: must be a list of different ones of dp, all_gather, ",
+        ),
+        ("attention variants=[]", "variants=[]: must be a list of different ones"),
+        ("attention key_heads=3", "key_heads=3: must be ≥ 1 and divide heads=16"),
+        ("attention window=0", "window=0: must be ≥ 1, or null"),
+        ("attention graph=true", "graph=True: a method's messages are not captured; take graph=false"),
         ("decode model=gla_tiny contexts=[64,32]", "contexts=[64, 32]: must rise"),
         ("decode model=gla_tiny variants=[fast]", "must be a list of different ones of eager, graph"),
         ("decode model=gla_9b", "gla_tiny"),

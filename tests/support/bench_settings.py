@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from zeco_train.bench import __main__ as command
-from zeco_train.bench.case import Case
 from zeco_train.bench.session import Session
 from zeco_train.lifecycle.join import Launch
 
@@ -17,12 +16,11 @@ TINY = ["model=gla_tiny", "model.num_layers=2", "model.hidden_size=32", "model.i
 QUICK = [*TINY, "device=cpu", "tokens=[32]", "steps=5", "warmup=1", "check_tokens=32", "timeout_seconds=60"]
 
 
-def measure(rank: int, world_size: int, case: str | Case, *arguments: str) -> None:
+def measure(rank: int, world_size: int, case: str, *arguments: str) -> None:
     """A case, on a rank of `run_distributed`."""
-    case = command.CASES[case] if isinstance(case, str) else case
-    config = case.config.load(arguments)
+    config = command.CASES[case].config.load(arguments)
     session = Session.open(config, Launch(rank, world_size, rank, world_size))
-    case.measure(config, session)
+    command.CASES[case].measure(config, session)
     session.drain()
 
 

@@ -13,14 +13,14 @@ if __name__ == "__main__":
 import sys
 from functools import partial
 
-from zeco_train.bench import collectives, decode, figures, longest, model, operator
+from zeco_train.bench import attention, collectives, decode, figures, longest, model, operator
 from zeco_train.bench.case import ADVICE
 from zeco_train.bench.config import describe
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.end import Job, run_job
 from zeco_train.system.command import docstring
 
-CASES = {each.CASE.name: each.CASE for each in (collectives, operator, model, decode, longest)}
+CASES = {each.CASE.name: each.CASE for each in (collectives, operator, attention, model, decode, longest)}
 
 
 def main(arguments: list[str]) -> int:

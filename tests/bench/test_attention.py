@@ -1,4 +1,4 @@
-"""Softmax attention by method, `lab.attention`: its settings, checks and FLOPs, and the whole case on two ranks."""
+"""Benchmark case `attention`: its settings, checks and FLOPs, and the whole case on two ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
-from lab import attention
-from lab.attention import DEFAULTS, VARIANTS, AttentionConfig, _flops, build_variant
-from tests.support.bench_settings import error_line, measure
+from tests.support.bench_settings import measure
 from tests.support.commands import run_here
 from tests.support.distributed import run_distributed
+from zeco_train.bench import __main__ as command
+from zeco_train.bench import attention
+from zeco_train.bench.attention import DEFAULTS, VARIANTS, AttentionConfig, _flops, build_variant
 from zeco_train.bench.config import PASSES
 from zeco_train.bench.operator import Inputs
 from zeco_train.bench.session import Session, WrongResultError
@@ -57,20 +58,6 @@ def test_torch_is_refused_where_it_does_not_apply() -> None:
     assert positions == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("variants=[dp,flash]", "variants=['dp', 'flash']: must be a list of different ones of dp, all_gather, "),
-        ("variants=[]", "variants=[]: must be a list of different ones"),
-        ("key_heads=3", "key_heads=3: must be ≥ 1 and divide heads=16"),
-        ("window=0", "window=0: must be ≥ 1, or null"),
-        ("graph=true", "graph=True: a method's messages are not captured; take graph=false"),
-    ],
-)
-def test_invalid_arguments_print_one_error_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert says in error_line([arguments], capsys, attention.main)
-
-
 @pytest.mark.parametrize("name", ["dp", "dp:deterministic"])
 def test_deterministic_variant_adds_up_in_one_order(name: str) -> None:
     shape = AttentionConfig.load(SMALL).shape(VARIANTS[name], 8)
@@ -85,19 +72,19 @@ def test_deterministic_variant_adds_up_in_one_order(name: str) -> None:
 
 
 def _case(rank: int, world_size: int, folder: str, settings: list[str]) -> str:
-    measure(rank, world_size, attention.CASE, *SMALL, *settings, f"out={folder}/right")
+    measure(rank, world_size, "attention", *SMALL, *settings, f"out={folder}/right")
     # A method that forgets the keys of other ranks must not be timed.
     with (
         mock.patch.object(attention, "_method", return_value=local.LocalAttention()),
         pytest.raises(WrongResultError) as wrong,
     ):
-        measure(rank, world_size, attention.CASE, *SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong")
+        measure(rank, world_size, "attention", *SMALL, "variants=[dp,ulysses]", f"out={folder}/wrong")
     return str(wrong.value)
 
 
 def test_case_on_one_rank(tmp_path: Path) -> None:
     variants = ["dp", "ring", "ulysses", "megatron_sp", "gla:zeco"]
-    outcome = run_here(attention.main, *SMALL, f"variants=[{','.join(variants)}]", f"out={tmp_path}")
+    outcome = run_here(command.main, "attention", *SMALL, f"variants=[{','.join(variants)}]", f"out={tmp_path}")
     assert outcome.code == 0, outcome
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [(row["pass"], row["variant"]) for row in rows] == [(kind, name) for kind in PASSES for name in variants]

@@ -1,8 +1,4 @@
-"""Question: how long does softmax attention of one layer take over ranks, by method, and linear attention beside it?
-Command: torchrun --nproc-per-node 2 -m lab.attention 'tokens=[16384,65536]'
-Date: 2026-11-27, 16 heads of 128, 16k tokens a rank, cuDNN, 2 H200s
-Answer: forward + backward 6.62 ms alone; with twice as many keys a token `ulysses` 15.2, `all_gather` 18.9, `ring`
-    21.8: 0.871, 0.700 and 0.608 of its FLOP/s. docs/benchmarks.md has the other kernels and lengths.
+"""Case `attention`: softmax attention of one layer over ranks by each method, and linear attention beside it.
 
 Every rank has `tokens` tokens. With a method, or a backend, they are its shard of one sequence over all ranks; with
 `dp` its own sequence. Softmax attention does more work per token the longer the sequence is, so the methods' tokens per
@@ -47,9 +43,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lab.bench_case import LabCase
 from zeco_train.bench import trace
-from zeco_train.bench.case import Report, time_columns
+from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import PASSES, RunsConfig
 from zeco_train.bench.operator import (
     PEER_TOLERANCE,
@@ -82,7 +77,6 @@ from zeco_train.sp.attention.ulysses import Ulysses
 from zeco_train.sp.backend_registry import SHARING
 from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.numbers import check_least
-from zeco_train.system.signals import run_command
 from zeco_train.training.config import Dtype
 
 MEGATRON, TORCH, LINEAR = "megatron_sp", "torch", DEFAULT
@@ -351,8 +345,7 @@ def run(config: AttentionConfig, session: Session, report: Report) -> None:
         report.add(_measure(tokens, config, session, runner, report.folder, checked))
 
 
-CASE = LabCase("attention", AttentionConfig, COLUMNS, run)
-main = CASE.main
+CASE = Case("attention", AttentionConfig, COLUMNS, run)
 
 
 def _check_all(config: AttentionConfig, session: Session, report: Report) -> dict[AttentionVariant, float]:
@@ -463,7 +456,3 @@ def _profiled(step: Subject, tokens: int, folder: Path, session: Session) -> Row
         "slowest": max(compute) / mean if mean else None,
         "compute_us_by_rank": compute,
     }
-
-
-if __name__ == "__main__":
-    run_command("lab.attention")
