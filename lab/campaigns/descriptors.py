@@ -8,6 +8,7 @@ code: the word is the base of shared memory plus a constant, which no right desc
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -23,12 +24,17 @@ _UNIFORM = re.compile(r"UR(\d+)$")
 
 def wrong_descriptors(cubin: bytes) -> list[str]:
     """The wgmma instructions of which a descriptor's word is an address that was not shifted."""
+    return _wrong_in(listing_of(cubin))
+
+
+@functools.lru_cache(maxsize=1)
+def listing_of(cubin: bytes) -> str:
+    """The machine code as text, with labels."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-        listing = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return _wrong_in(listing)
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _wrong_in(listing: str) -> list[str]:
