@@ -480,14 +480,14 @@ class Judged(NamedTuple):
     accesses: int
 
 
-def judged(ptx: str, cubin: bytes) -> Judged:
-    """Of one kernel."""
+def judged(ptx: str, listing: str) -> Judged:
+    """Of one kernel, by its PTX and its machine code as text."""
     found = _THREADS.search(ptx)
     assert found is not None
     threads = int(found[1])
     meant, made = Ptx(threads), Sass(threads)
     meant.run(ptx)
-    made.run(listing_of(cubin))
+    made.run(listing)
     wrong = [
         made.where[kind, vector]
         for kind, vectors in made.known.items()
@@ -498,7 +498,7 @@ def judged(ptx: str, cubin: bytes) -> Judged:
 
 def wrong_addresses(ptx: str, cubin: bytes) -> list[str]:
     """Accesses at addresses that no access of the PTX has."""
-    return judged(ptx, cubin).wrong
+    return judged(ptx, listing_of(cubin)).wrong
 
 
 # K and V: narrow ones of one tile, some of several tiles, the widest.
@@ -518,7 +518,7 @@ def lines_of(operator: str, heads: tuple[int, int], dims: tuple[int, int], docum
     found: dict[str, None] = {}
 
     def seen(name: str, made: Any) -> None:
-        kernel = judged(made.asm["ptx"], made.asm["cubin"])
+        kernel = judged(made.asm["ptx"], listing_of(made.asm["cubin"]))
         registers, stack = _usage(made.asm["cubin"])
         found[
             f"{operator:<13} {heads!s:>7} {dims!s:>11} {'documents' if documents else '':<10} {name:<26} {registers:>4}"
