@@ -22,8 +22,7 @@ import torch
 
 from lab.campaigns.descriptors import listing_of
 
-Vector = np.ndarray  # uint32, or bool of a predicate: of each thread, or of one for all
-State = dict[str, Vector]
+Vector = np.ndarray  # uint32, or bool of a predicate: of each thread, or one for all
 
 _LINE = re.compile(r"^(?:\s*/\*[0-9a-f]{4,}\*/)?\s+(?:@(!?)(%?U?[Pp]\w+)\s+)?([a-zA-Z][\w.:]*)\s*([^;]*?)\s*;")
 _LABEL = re.compile(r"^\s*([.$]L\w+):")
@@ -33,10 +32,23 @@ _REGISTER = re.compile(r"U?R(\d+|Z)$")
 _THREADS = re.compile(r"\.reqntid (\d+)")
 _INTEGER = re.compile(r"-?(?:0x[0-9a-f]+|\d+)$")
 _WIDE = re.compile(r"\.(?:64|WIDE\S*|F64\S*)(?:\.|$)|^D(?:ADD|MUL|FMA)|^CS2R$")
+# Functions that add a number to the result if it is added to an operand; of those that multiply, to a free factor.
+_SCALING = {"shl", "mul", "mad", "IMAD", "LEA", "SHF"}
+_LINEAR = {"mov", "cvt", "add", "sub", "neg", "MOV", "R2UR", "IADD3", "VIADD", *_SCALING}
 _COMPARED: dict[str, Callable[..., Vector]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
+
+
+class Value(NamedTuple):
+    """Of a register in each thread; `free`: plus a number that is not known, but the same in all threads."""
+
+    vector: Vector
+    free: bool = False
+
+
+State = dict[str, Value]
 
 
 class Instruction(NamedTuple):
@@ -65,8 +77,9 @@ class Program:
     """Follows a program's integers; a subclass knows the language."""
 
     threads: int
-    known: dict[str, set[bytes]] = field(default_factory=dict)  # by kind of access, the vectors of addresses
-    where: dict[tuple[str, bytes], str] = field(default_factory=dict)  # the first that accesses so
+    # By kind of access and its addresses, known or free, the first such line.
+    known: dict[tuple[str, bytes], str] = field(default_factory=dict)
+    free: dict[tuple[str, bytes], str] = field(default_factory=dict)
     accesses: int = 0
     judged: int = 0
 
@@ -74,15 +87,45 @@ class Program:
         """What it writes, first what `result` computes."""
         raise NotImplementedError
 
-    def result(self, x: Instruction, state: State) -> Vector | tuple[Vector | None, ...] | None:
+    def result(self, x: Instruction, state: State) -> Value | tuple[Value | None, ...] | None:
         raise NotImplementedError
 
     def access(self, x: Instruction) -> tuple[str, str] | None:
         """Kind and operand of an access to shared memory."""
         raise NotImplementedError
 
-    def value(self, operand: str, state: State) -> Vector | None:
+    def value(self, operand: str, state: State) -> Value | None:
         raise NotImplementedError
+
+    def function(self, name: str, kinds: list[str], values: list[Vector]) -> Vector | None:
+        """What an operation makes of numbers."""
+        raise NotImplementedError
+
+    def computed(self, name: str, kinds: list[str], given: list[Value | None]) -> Value | None:
+        values = [value for value in given if value is not None]
+        if len(values) < len(given):
+            return None
+        vectors = [value.vector for value in values]
+        if not any(value.free for value in values):
+            found = self.function(name, kinds, vectors)
+            return None if found is None else Value(_narrowed(found))
+        if all(vector.size == 1 for vector in vectors):
+            return Value(np.zeros(1, dtype=bool if name == "setp" else np.uint32), True)
+        if name in ("selp", "SEL"):
+            return _joined(*values[:2]) if vectors[2].size == 1 else None
+        if name in _LINEAR and (name not in _SCALING or self._scales(name, values)):
+            found = self.function(name, kinds, vectors)
+            return None if found is None else _freed(found)
+        return None
+
+    def _scales(self, name: str, values: list[Value]) -> bool:
+        """Whether free factors are multiplied by one number for all threads, which is known."""
+        first, second = (values[0], values[2]) if name == "LEA" else values[:2]
+        if name in ("LEA", "shl", "SHF"):
+            return not second.free and (not first.free or second.vector.size == 1)
+        return not (first.free and (second.free or second.vector.size > 1)) and not (
+            second.free and first.vector.size > 1
+        )
 
     def run(self, text: str) -> None:
         """States at labels are what all ways there agree on, found by going on until none changes."""
@@ -96,7 +139,7 @@ class Program:
                 entries[start] = state.copy()
             else:
                 common = _common(entries[start], state)
-                if len(common) == len(entries[start]):
+                if len(common) == len(entries[start]) and all(x is common[name] for name, x in entries[start].items()):
                     return
                 entries[start] = common
             pending.add(start)
@@ -142,45 +185,93 @@ class Program:
             address = self.value(operand, state)
             if address is not None:
                 self.judged += 1
-                vector = np.broadcast_to(address, self.threads).tobytes()
-                self.known.setdefault(kind, set()).add(vector)
-                self.where.setdefault((kind, vector), f"{x.operation} {', '.join(x.operands)}")
+                found = self.free if address.free else self.known
+                vector = np.broadcast_to(address.vector, self.threads).tobytes()
+                found.setdefault((kind, vector), f"{x.operation} {', '.join(x.operands)}")
 
     def _step(self, x: Instruction, state: State) -> None:
         names = self.targets(x)
         if not names:
             return
         found = self.result(x, state)
-        results = found if isinstance(found, tuple) else (found,)
+        results = list(found) if type(found) is tuple else [found]
         guard = self.guard(x, state)
         for name, new in zip(names, [*results, *[None] * len(names)], strict=False):
             old = state.pop(name, None)
-            if guard is None:
-                new = new if new is not None and old is not None and np.array_equal(new, old) else None
-            elif not guard.all():
-                new = old if not guard.any() else None if new is None or old is None else np.where(guard, new, old)
+            if guard is None or guard.free:
+                new = _joined(old, new) if guard is not None or old is new else _same(old, new)
+            elif not guard.vector.all():
+                if not guard.vector.any():
+                    new = old
+                elif new is None or old is None or new.free or old.free:
+                    new = None
+                else:
+                    new = Value(np.where(guard.vector, new.vector, old.vector))
             if new is not None:
                 state[name] = new
 
-    def guard(self, x: Instruction, state: State) -> Vector | None:
+    def guard(self, x: Instruction, state: State) -> Value | None:
         if x.guard in ("", "PT", "UPT"):
-            return np.array([not x.negated])
+            return Value(np.array([not x.negated]))
         found = state.get(x.guard)
-        return ~found if found is not None and x.negated else found
+        return Value(~found.vector, found.free) if found is not None and x.negated else found
 
-    def constant(self, number: int) -> Vector:
-        return np.array([number & 0xFFFFFFFF], dtype=np.uint32)
+    def tid(self) -> Value:
+        return Value(np.arange(self.threads, dtype=np.uint32))
 
-    def tid(self) -> Vector:
-        return np.arange(self.threads, dtype=np.uint32)
+    def total(self, parts: list[Value | None]) -> Value | None:
+        values = [part for part in parts if part is not None]
+        if len(values) < len(parts):
+            return None
+        found = sum((value.vector for value in values), start=_constant(0))
+        return _freed(found) if any(value.free for value in values) else Value(_narrowed(found))
+
+
+def _constant(number: int) -> Vector:
+    return np.array([number & 0xFFFFFFFF], dtype=np.uint32)
+
+
+UNKNOWN_FOR_ALL = Value(_constant(0), True)
+
+
+def _narrowed(x: Vector) -> Vector:
+    return x[:1] if x.size > 1 and (x == x[0]).all() else x
+
+
+def _freed(x: Vector) -> Value:
+    return Value(_narrowed(x - x[:1]), True)
+
+
+def _same(a: Value | None, b: Value | None) -> Value | None:
+    """Either, if both are known to be the same number."""
+    if a is None or b is None or a.free or b.free or a.vector.dtype != b.vector.dtype:
+        return None
+    return a if (a.vector == b.vector).all() else None
+
+
+def _joined(a: Value | None, b: Value | None) -> Value | None:
+    """What is known of a number that is one of both, in all threads the same one; a itself, if nothing less."""
+    if a is b:
+        return a
+    if a is None or b is None or a.vector.dtype != b.vector.dtype:
+        return None
+    if a.vector.dtype == bool:
+        if a.vector.size > 1 or b.vector.size > 1:
+            return _same(a, b)
+        return a if a.free or _same(a, b) else Value(a.vector, True)
+    difference = a.vector - b.vector
+    if (difference != difference[0]).any():
+        return None
+    return a if a.free or not (b.free or difference[0]) else _freed(a.vector)
 
 
 def _common(first: State, second: State) -> State:
     """What both agree on."""
-    return {
-        name: x for name, x in first.items()
-        if name in second and (second[name] is x or np.array_equal(second[name], x))
-    }  # fmt: skip
+    found = {}
+    for name, x in first.items():
+        if (both := _joined(x, second.get(name))) is not None:
+            found[name] = both
+    return found
 
 
 def _signed(x: Vector) -> Vector:
@@ -219,8 +310,11 @@ def _permute(a: Vector, b: Vector, selector: Vector) -> Vector | None:
     return found
 
 
-def _from_first_lane(x: Vector) -> Vector:
-    return x if x.size == 1 else np.repeat(x[::32], 32)
+def _from_first_lane(given: list[Value | None]) -> Value | None:
+    x, lane = given[:2]
+    if x is None or lane is None or lane.vector.any():
+        return None
+    return x if x.vector.size == 1 else Value(np.repeat(x.vector[::32], 32), x.free)
 
 
 class Ptx(Program):
@@ -233,7 +327,7 @@ class Ptx(Program):
 
     def access(self, x: Instruction) -> tuple[str, str] | None:
         name = x.operation
-        if ".shared" not in name or x.guard and False:
+        if ".shared" not in name:
             return None
         if name.startswith("cp.async."):
             return ("copy", x.operands[0]) if x.operands[0][0] == "[" else None
@@ -242,38 +336,38 @@ class Ptx(Program):
                 return kind, x.operands[1 if start[0] == "l" else 0]
         return None
 
-    def value(self, operand: str, state: State) -> Vector | None:
-        total = self.constant(0)
+    def value(self, operand: str, state: State) -> Value | None:
+        parts: list[Value | None] = []
         for term in re.findall(r"-?[%\w.]+", operand.strip("[] ")):
             if _INTEGER.match(term):
-                part: Vector | None = self.constant(int(term, 0))
+                parts.append(Value(_constant(int(term, 0))))
             elif term in ("global_smem", "%tid.y", "%tid.z"):
-                part = self.constant(0)
+                parts.append(Value(_constant(0)))
+            elif term.startswith("%ctaid"):
+                parts.append(UNKNOWN_FOR_ALL)
             else:
-                part = self.tid() if term == "%tid.x" else state.get(term)
-            if part is None or part.dtype == bool:
-                return part
-            total = total + part
-        return total
+                parts.append(self.tid() if term == "%tid.x" else state.get(term))
+        return parts[0] if len(parts) == 1 else self.total(parts)
 
-    def result(self, x: Instruction, state: State) -> Vector | tuple[Vector | None, ...] | None:
+    def result(self, x: Instruction, state: State) -> Value | tuple[Value | None, ...] | None:
         name, *kinds = x.operation.split(".")
         if name == "cvt":  # of 64-bit integers the low word
             return self.value(x.operands[1], state) if {*kinds} <= {"u32", "s32", "u64", "s64"} else None
+        if name == "ld" and kinds[0] == "param":
+            return UNKNOWN_FOR_ALL if kinds[-1] in ("b32", "u32", "s32") else None
         if kinds and kinds[-1] in ("f32", "f64", "b64", "s64", "u64", "bf16", "bf16x2", "f16", "b16", "s16", "u16"):
             return None
-        values = [self.value(operand.removeprefix("!"), state) for operand in x.operands[1:]]
-        if name == "shfl" and kinds[1] == "idx":
-            lane = values[1]
-            return _from_first_lane(values[0]) if values[0] is not None and lane is not None and not lane.any() else None
-        if any(value is None for value in values):
-            # 0 whatever the other is
-            zero = any(value is not None and not value.any() for value in values)
-            return self.constant(0) if name == "and" and zero and kinds[-1] != "pred" else None
-        return self._computed(name, kinds, [value for value in values if value is not None])
+        given = [self.value(operand.removeprefix("!"), state) for operand in x.operands[1:]]
+        if name == "shfl":
+            return _from_first_lane(given) if kinds[1] == "idx" else None
+        if name == "and" and kinds[-1] != "pred" and any(y and not y.free and not y.vector.any() for y in given):
+            return Value(_constant(0))  # whatever the other is
+        if name == "selp" and given[2] is None:
+            return _same(*given[:2])
+        return self.computed(name, kinds, given)
 
-    def _computed(self, name: str, kinds: list[str], values: list[Vector]) -> Vector | None:
-        a, b, c = [*values, *[self.constant(0)] * 2][:3]
+    def function(self, name: str, kinds: list[str], values: list[Vector]) -> Vector | None:
+        a, b, c = [*values, *[_constant(0)] * 2][:3]
         kind = kinds[-1] if kinds else ""
         if name == "setp":
             wide = (_signed(a), _signed(b)) if kind == "s32" else (a, b)
@@ -290,7 +384,7 @@ class Ptx(Program):
             return _shift_right(moved, 32 - c) if kind == "u32" else _shift_signed(moved, 32 - c)
         if name == "bfi":
             place, length = c, values[3]
-            mask = _shift_left(_shift_left(self.constant(1), length) - 1, place)
+            mask = _shift_left(_shift_left(_constant(1), length) - 1, place)
             return (_shift_left(a, place) & mask) | (b & ~mask)
         if name == "lop3":
             return _table(a, b, c, int(values[3][0]))
@@ -306,7 +400,7 @@ class Ptx(Program):
         simple: dict[str, Callable[[], Vector | None]] = {
             "mov": lambda: a, "shl": lambda: _shift_left(a, b), "and": lambda: a & b,
             "or": lambda: a | b, "xor": lambda: a ^ b, "not": lambda: ~a, "add": lambda: a + b, "sub": lambda: a - b,
-            "neg": lambda: self.constant(0) - a, "prmt": lambda: _permute(a, b, c),
+            "neg": lambda: _constant(0) - a, "prmt": lambda: _permute(a, b, c),
             "mul": lambda: a * b if kinds[0] == "lo" else None,
             "mad": lambda: a * b + c if kinds[0] == "lo" else None,
         }  # fmt: skip
@@ -332,7 +426,7 @@ class Sass(Program):
 
     def _width(self, name: str) -> int:
         if shape := re.match(r"HGMMA\.64x(\d+)", name):
-            return int(shape[1]) // (4 if ".F16" == name[-4:] else 2)
+            return int(shape[1]) // (4 if name.endswith(".F16") else 2)
         if name.startswith(("HMMA", "IMMA", "QGMMA")):
             return 4
         if ".128" in name or name.endswith("M88.4"):
@@ -347,78 +441,89 @@ class Sass(Program):
             return None
         return (name, x.operands[name.startswith("L")]) if name in ("STS", "LDS", "STSM", "LDSM") else None
 
-    def value(self, operand: str, state: State) -> Vector | None:
+    def value(self, operand: str, state: State) -> Value | None:
         if operand.startswith("["):
-            total = self.constant(0)
-            for term in operand.strip("[]").split("+"):
-                part = self.value(term.removesuffix(".reuse"), state)
-                if part is None:
-                    return None
-                total = total + part
-            return total
+            terms = operand.strip("[]").split("+")
+            return self.total([self.value(term.removesuffix(".reuse"), state) for term in terms])
         if operand in ("RZ", "URZ"):
-            return self.constant(0)
+            return Value(_constant(0))
         if operand in ("PT", "UPT"):
-            return np.array([True])
+            return Value(np.array([True]))
+        if operand.startswith("c[0x0][0x"):
+            return UNKNOWN_FOR_ALL
         if _INTEGER.match(operand):
-            return self.constant(int(operand, 0))
+            return Value(_constant(int(operand, 0)))
         if operand[:1] in "!~-":
             found = self.value(operand[1:], state)
-            return None if found is None else self.constant(0) - found if operand[0] == "-" else ~found
+            if found is None or (operand[0] == "~" and found.free):
+                return None
+            return Value(_constant(0) - found.vector if operand[0] == "-" else ~found.vector, found.free)
         return state.get(operand)
 
-    def result(self, x: Instruction, state: State) -> Vector | tuple[Vector | None, ...] | None:
+    def result(self, x: Instruction, state: State) -> Value | tuple[Value | None, ...] | None:
         name, *kinds = x.operation.split(".")
         if name in ("S2R", "S2UR"):
+            if x.operands[1].startswith("SR_CTAID"):
+                return UNKNOWN_FOR_ALL
             return self.tid() if x.operands[1] == "SR_TID.X" else None
+        if name in ("LDC", "ULDC"):
+            return UNKNOWN_FOR_ALL if not kinds and x.operands[1].startswith("c[0x0][0x") else None
         if name == "LDL":
             return state.get(f"stack{x.operands[1]}") if kinds in ([], ["LU"]) else None
         if name == "STL":
             return self.value(x.operands[1], state) if not kinds else None
-        first = len(_leading_predicates(x.operands))
         if name in ("ISETP", "UISETP"):
             return self._compared(kinds, x.operands[2:], state) if "EX" not in kinds else None
+        first = len(_leading_predicates(x.operands))
         rest = x.operands[first + 1 :]
         rest = rest[len(_leading_predicates(rest)) :]
-        if name in ("SHFL",):
-            lane = self.value(rest[1], state)
-            found = self.value(rest[0], state)
-            is_first = kinds == ["IDX"] and lane is not None and not lane.any()
-            return _from_first_lane(found) if is_first and found is not None else None
         if name == "P2R":
             return self._packed(rest, state) if not kinds else None
-        values = [self.value(operand, state) for operand in rest]
-        if name in ("LEA", "ULEA") and not kinds and rest[2] == "0x18" and values[0] is None and values[1] is not None:
+        given = [self.value(operand, state) for operand in rest]
+        if name == "SHFL":
+            return _from_first_lane(given) if kinds == ["IDX"] else None
+        name = name.removeprefix("U")
+        if name == "LEA" and not kinds and rest[2] == "0x18" and given[0] is None and given[1] is not None:
             # the base of shared memory: 0 is where the program's begins
-            return values[1] - 0x400
+            return Value(given[1].vector - 0x400)
         if "X" in kinds:
             return None
-        found = self._computed(name.removeprefix("U"), kinds, values)
-        return (found, found != 0) if found is not None and first else found
-
-    def _packed(self, operands: tuple[str, ...], state: State) -> Vector | None:
-        mask, found = int(operands[2], 0), self.value(operands[1], state)
-        for i in range(7):
-            bit = state.get(f"P{i}")
-            if mask >> i & 1 and found is not None:
-                found = None if bit is None else found & ~np.uint32(1 << i) | (bit * np.uint32(1 << i))
+        if name == "SEL" and given[2] is None:
+            return _same(*given[:2])
+        if name == "LOP3":
+            given = _without_unread(given)
+        found = self.computed(name, kinds, given)
+        if found is not None and first:
+            return found, None if found.free else Value(found.vector != 0)
         return found
 
-    def _compared(self, kinds: list[str], operands: tuple[str, ...], state: State) -> tuple[Vector | None, ...] | None:
-        a, b, also = (self.value(operand, state) for operand in operands[:3])
-        if a is None or b is None or also is None or kinds[0].lower() not in _COMPARED:
+    def _packed(self, operands: tuple[str, ...], state: State) -> Value | None:
+        mask, old = int(operands[2], 0), self.value(operands[1], state)
+        bits = {i: state.get(f"P{i}") for i in range(7) if mask >> i & 1}
+        if old is None or old.free or any(bit is None or bit.free for bit in bits.values()):
             return None
-        found = _COMPARED[kinds[0].lower()](*((a, b) if "U32" in kinds else (_signed(a), _signed(b))))
-        join = {"AND": np.logical_and, "OR": np.logical_or, "XOR": np.logical_xor}[kinds[-1]]
-        return join(found, also), join(~found, also)
+        found = old.vector
+        for i, bit in bits.items():
+            assert bit is not None
+            found = found & ~np.uint32(1 << i) | (bit.vector * np.uint32(1 << i))
+        return Value(found)
 
-    def _computed(self, name: str, kinds: list[str], given: list[Vector | None]) -> Vector | None:
-        if name == "LOP3" and given[3] is not None:
-            return self._looked_up(given)
-        if any(value is None for value in given):
-            return None
+    def _compared(self, kinds: list[str], operands: tuple[str, ...], state: State) -> tuple[Value | None, ...] | None:
+        given = [self.value(operand, state) for operand in operands[:3]]
+        comparison = _COMPARED.get(kinds[0].lower())
         values = [value for value in given if value is not None]
-        a, b, c = [*values, *[self.constant(0)] * 2][:3]
+        if len(values) < 3 or comparison is None:
+            return None
+        a, b, also = (value.vector for value in values)
+        if any(value.free for value in values):
+            is_one = a.size == b.size == also.size == 1
+            return (Value(np.zeros(1, dtype=bool), True),) * 2 if is_one else None
+        found = comparison(*((a, b) if "U32" in kinds else (_signed(a), _signed(b))))
+        join = {"AND": np.logical_and, "OR": np.logical_or, "XOR": np.logical_xor}[kinds[-1]]
+        return Value(_narrowed(join(found, also))), Value(_narrowed(join(~found, also)))
+
+    def function(self, name: str, kinds: list[str], values: list[Vector]) -> Vector | None:
+        a, b, c = [*values, *[_constant(0)] * 2][:3]
         if name in ("MOV", "R2UR"):
             return a
         if name == "IMAD":
@@ -427,6 +532,8 @@ class Sass(Program):
             return a + b + c
         if name == "VIADD":
             return a + b
+        if name == "LOP3":
+            return _table(a, b, c, int(values[3][0]))
         if name == "LEA":
             if kinds == ["HI"]:
                 by = values[3]
@@ -439,9 +546,8 @@ class Sass(Program):
                 return _shift_right(c, b) if "U32" in kinds else _shift_signed(c, b) if "S32" in kinds else None
             return None
         if name == "SGXT":
-            up = 32 - b
-            moved = _shift_left(a, up)
-            return _shift_right(moved, up) if kinds == ["U32"] else _shift_signed(moved, up)
+            moved = _shift_left(a, 32 - b)
+            return _shift_right(moved, 32 - b) if kinds == ["U32"] else _shift_signed(moved, 32 - b)
         if name == "PRMT":
             return _permute(a, c, b)
         if name == "SEL":
@@ -452,16 +558,16 @@ class Sass(Program):
             return np.where(c, low, high)
         return None
 
-    def _looked_up(self, given: list[Vector | None]) -> Vector | None:
-        """A bitwise function; of unknown operands, too, if it does not depend on them."""
-        assert given[3] is not None
-        table = int(given[3][0])
-        zero = self.constant(0)
-        a, b, c = given[:3]
-        if c is None and a is not None and b is not None:
-            found = _table(a, b, zero, table), _table(a, b, ~zero, table)
-            return found[0] if np.array_equal(*found) else None
-        return None if a is None or b is None or c is None else _table(a, b, c, table)
+
+def _without_unread(given: list[Value | None]) -> list[Value | None]:
+    """Operands of a bitwise function; 0 for the third if it is unknown and the result is the same whatever it is."""
+    a, b, c, table, *_ = given
+    if c is not None or a is None or b is None or table is None or a.free or b.free:
+        return given
+    number, zero = int(table.vector[0]), _constant(0)
+    if (_table(a.vector, b.vector, zero, number) == _table(a.vector, b.vector, ~zero, number)).all():
+        return [a, b, Value(zero), table]
+    return given
 
 
 def _leading_predicates(operands: tuple[str, ...]) -> list[str]:
@@ -488,12 +594,20 @@ def judged(ptx: str, listing: str) -> Judged:
     meant, made = Ptx(threads), Sass(threads)
     meant.run(ptx)
     made.run(listing)
+    patterns = {*meant.free, *((kind, _pattern(vector)) for kind, vector in meant.known)}
     wrong = [
-        made.where[kind, vector]
-        for kind, vectors in made.known.items()
-        for vector in vectors - meant.known.get(kind, set())
+        line
+        for (kind, vector), line in made.known.items()
+        if (kind, vector) not in meant.known and (kind, _pattern(vector)) not in meant.free
     ]
+    wrong += [line for access, line in made.free.items() if access not in patterns]
     return Judged(wrong, made.judged, made.accesses)
+
+
+def _pattern(vector: bytes) -> bytes:
+    """Addresses relative to that of the first thread."""
+    x = np.frombuffer(vector, dtype=np.uint32)
+    return (x - x[:1]).tobytes()
 
 
 def wrong_addresses(ptx: str, cubin: bytes) -> list[str]:
@@ -516,12 +630,13 @@ def lines_of(operator: str, heads: tuple[int, int], dims: tuple[int, int], docum
     from zeco_train.ops.operator import Target, assume
 
     found: dict[str, None] = {}
+    what = f"{operator:<13} {heads!s:>7} {dims!s:>11} {'documents' if documents else '':<10}"
 
     def seen(name: str, made: Any) -> None:
         kernel = judged(made.asm["ptx"], listing_of(made.asm["cubin"]))
         registers, stack = _usage(made.asm["cubin"])
         found[
-            f"{operator:<13} {heads!s:>7} {dims!s:>11} {'documents' if documents else '':<10} {name:<26} {registers:>4}"
+            f"{what} {name:<26} {registers:>4}"
             f" {stack:>5} {kernel.count:>6} {kernel.accesses:>6} {'; '.join(kernel.wrong[:3])}".rstrip()
         ] = None
 
@@ -530,7 +645,7 @@ def lines_of(operator: str, heads: tuple[int, int], dims: tuple[int, int], docum
         with compiling(90, seen), assume(Target("cuda", (9, 0))):
             case.found(case.tensors(torch.bfloat16, torch.device("cpu")))
     except AssertionError as error:
-        found[f"{operator:<13} {heads!s:>7} {dims!s:>11} {'documents' if documents else '':<10} WRONG {error!s:.300}"] = None
+        found[f"{what} WRONG {error!s:.300}"] = None
     return list(found)
 
 
