@@ -80,8 +80,8 @@ class Program:
     # By kind of access and its addresses, known or free, the first such line.
     known: dict[tuple[str, bytes], str] = field(default_factory=dict)
     free: dict[tuple[str, bytes], str] = field(default_factory=dict)
-    accesses: int = 0
-    judged: int = 0
+    kinds: list[str] = field(default_factory=list)  # of all accesses
+    unknown: list[str] = field(default_factory=list)  # kinds of the other accesses
 
     def targets(self, x: Instruction) -> list[str]:
         """What it writes, first what `result` computes."""
@@ -110,21 +110,22 @@ class Program:
             found = self.function(name, kinds, vectors)
             return None if found is None else Value(_narrowed(found))
         if all(vector.size == 1 for vector in vectors):
-            return Value(np.zeros(1, dtype=bool if name == "setp" else np.uint32), True)
+            return Value(np.zeros(1, dtype=bool if name == "setp" else vectors[0].dtype), True)
         if name in ("selp", "SEL"):
             return _joined(*values[:2]) if vectors[2].size == 1 else None
-        if name in _LINEAR and (name not in _SCALING or self._scales(name, values)):
+        if name in _LINEAR and (name not in _SCALING or self._scales(name, kinds, values)):
             found = self.function(name, kinds, vectors)
             return None if found is None else _freed(found)
         return None
 
-    def _scales(self, name: str, values: list[Value]) -> bool:
+    def _scales(self, name: str, kinds: list[str], values: list[Value]) -> bool:
         """Whether free factors are multiplied by one number for all threads, which is known."""
         first, second = (values[0], values[2]) if name == "LEA" else values[:2]
         if name in ("LEA", "shl", "SHF"):
-            return not second.free and (not first.free or second.vector.size == 1)
-        return not (first.free and (second.free or second.vector.size > 1)) and not (
-            second.free and first.vector.size > 1
+            is_left = kinds == ["L", "U32"] if name == "SHF" else name == "shl" or not kinds
+            return is_left and not second.free and (not first.free or second.vector.size == 1)
+        return not any(
+            x.free and (factor.free or factor.vector.size > 1) for x, factor in ((first, second), (second, first))
         )
 
     def run(self, text: str) -> None:
@@ -176,20 +177,24 @@ class Program:
 
     def _ends(self, x: Instruction) -> bool:
         name = x.operation.lower()
-        return not x.guard and (name in ("bra", "bra.uni", "exit", "ret") or name.startswith("ret"))
+        is_always = name in ("bra", "bra.uni") and len(x.operands) == 1
+        return not x.guard and (is_always or name == "exit" or name.startswith("ret"))
 
     def _record(self, x: Instruction, state: State) -> None:
         if access := self.access(x):
             kind, operand = access
-            self.accesses += 1
             address = self.value(operand, state)
-            if address is not None:
-                self.judged += 1
+            self.kinds.append(kind)
+            if address is None:
+                self.unknown.append(kind)
+            else:
                 found = self.free if address.free else self.known
                 vector = np.broadcast_to(address.vector, self.threads).tobytes()
                 found.setdefault((kind, vector), f"{x.operation} {', '.join(x.operands)}")
 
     def _step(self, x: Instruction, state: State) -> None:
+        if x.operation.lower().startswith("call"):
+            state.clear()
         names = self.targets(x)
         if not names:
             return
@@ -199,7 +204,7 @@ class Program:
         for name, new in zip(names, [*results, *[None] * len(names)], strict=False):
             old = state.pop(name, None)
             if guard is None or guard.free:
-                new = _joined(old, new) if guard is not None or old is new else _same(old, new)
+                new = _same(old, new) if guard is None else _joined(old, new)
             elif not guard.vector.all():
                 if not guard.vector.any():
                     new = old
@@ -351,6 +356,8 @@ class Ptx(Program):
 
     def result(self, x: Instruction, state: State) -> Value | tuple[Value | None, ...] | None:
         name, *kinds = x.operation.split(".")
+        if any(operand.startswith("{") for operand in x.operands):
+            return None
         if name == "cvt":  # of 64-bit integers the low word
             return self.value(x.operands[1], state) if {*kinds} <= {"u32", "s32", "u64", "s64"} else None
         if name == "ld" and kinds[0] == "param":
@@ -413,7 +420,7 @@ class Sass(Program):
     def targets(self, x: Instruction) -> list[str]:
         name = x.operation
         if not x.operands or name.startswith(("ST", "BAR", "BRA", "RED", "LDGSTS", "EXIT", "MEMBAR", "BSSY", "BSYNC")):
-            return [f"stack{x.operands[0]}"] if name == "STL" else []
+            return self._slots(x.operands[0], self._width(name)) if name.startswith("STL") else []
         if x.operands[0] == "PR":
             return [f"P{i}" for i in range(7)]
         predicates = _leading_predicates(x.operands)
@@ -424,14 +431,19 @@ class Sass(Program):
         wide = [f"{bank}{int(first) + i}" for i in range(self._width(name))] if first != "Z" else ["RZ"]
         return wide + predicates + _leading_predicates(x.operands[len(predicates) + 1 :])
 
+    def _slots(self, operand: str, count: int) -> list[str]:
+        """Of the stack, of which a thread's registers are spilled to."""
+        register, _, offset = operand.strip("[]").partition("+")
+        return [f"{register}+{int(offset or '0', 0) + 4 * i:#x}" for i in range(count)]
+
     def _width(self, name: str) -> int:
         if shape := re.match(r"HGMMA\.64x(\d+)", name):
             return int(shape[1]) // (4 if name.endswith(".F16") else 2)
         if name.startswith(("HMMA", "IMMA", "QGMMA")):
             return 4
-        if ".128" in name or name.endswith("M88.4"):
+        if ".128" in name or name.endswith("88.4"):
             return 4
-        return 2 if _WIDE.search(name) or name.endswith("M88.2") else 1
+        return 2 if _WIDE.search(name) or name.endswith("88.2") else 1
 
     def access(self, x: Instruction) -> tuple[str, str] | None:
         name = x.operation.split(".")[0]
@@ -469,9 +481,13 @@ class Sass(Program):
         if name in ("LDC", "ULDC"):
             return UNKNOWN_FOR_ALL if not kinds and x.operands[1].startswith("c[0x0][0x") else None
         if name == "LDL":
-            return state.get(f"stack{x.operands[1]}") if kinds in ([], ["LU"]) else None
+            slots = [state.get(slot) for slot in self._slots(x.operands[1], self._width(x.operation))]
+            return tuple(slots) if not {"U8", "S8", "U16", "S16"} & {*kinds} else None
         if name == "STL":
-            return self.value(x.operands[1], state) if not kinds else None
+            bank, number = x.operands[1][0], x.operands[1][1:]
+            if number.isdigit():
+                return tuple(state.get(f"{bank}{int(number) + i}") for i in range(self._width(x.operation)))
+            return self.value(x.operands[1], state)
         if name in ("ISETP", "UISETP"):
             return self._compared(kinds, x.operands[2:], state) if "EX" not in kinds else None
         first = len(_leading_predicates(x.operands))
@@ -596,12 +612,15 @@ def judged(ptx: str, listing: str) -> Judged:
     made.run(listing)
     patterns = {*meant.free, *((kind, _pattern(vector)) for kind, vector in meant.known)}
     wrong = [
-        line
+        (kind, line)
         for (kind, vector), line in made.known.items()
         if (kind, vector) not in meant.known and (kind, _pattern(vector)) not in meant.free
     ]
-    wrong += [line for access, line in made.free.items() if access not in patterns]
-    return Judged(wrong, made.judged, made.accesses)
+    wrong += [(kind, line) for (kind, vector), line in made.free.items() if (kind, vector) not in patterns]
+    count = sum(kind not in meant.unknown for kind in made.kinds) - sum(
+        kind not in meant.unknown for kind in made.unknown
+    )
+    return Judged([line for kind, line in wrong if kind not in meant.unknown], count, len(made.kinds))
 
 
 def _pattern(vector: bytes) -> bytes:
