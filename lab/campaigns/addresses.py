@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lab.campaigns.descriptors import listing_of
+from lab.campaigns.descriptors import listing_of, usage
 
 Vector = np.ndarray  # uint32, or bool of a predicate: of each thread, or one for all
 
@@ -220,6 +220,16 @@ class Program:
             return Value(np.array([not x.negated]))
         found = state.get(x.guard)
         return Value(~found.vector, found.free) if found is not None and x.negated else found
+
+    def without(self, other: Program) -> list[tuple[str, str]]:
+        """Kind and line of accesses at addresses that the other one has not."""
+        patterns = {*other.free, *((kind, _pattern(vector)) for kind, vector in other.known)}
+        found = [
+            (kind, line)
+            for (kind, vector), line in self.known.items()
+            if (kind, vector) not in other.known and (kind, _pattern(vector)) not in other.free
+        ]
+        return found + [(kind, line) for (kind, vector), line in self.free.items() if (kind, vector) not in patterns]
 
     def tid(self) -> Value:
         return Value(np.arange(self.threads, dtype=np.uint32))
@@ -597,7 +607,7 @@ def _leading_predicates(operands: tuple[str, ...]) -> list[str]:
 
 
 class Judged(NamedTuple):
-    wrong: list[str]  # accesses at addresses that the PTX has not
+    wrong: list[str]  # accesses at addresses that only the machine code or the PTX has
     count: int  # whose addresses are known
     accesses: int
 
@@ -610,17 +620,12 @@ def judged(ptx: str, listing: str) -> Judged:
     meant, made = Ptx(threads), Sass(threads)
     meant.run(ptx)
     made.run(listing)
-    patterns = {*meant.free, *((kind, _pattern(vector)) for kind, vector in meant.known)}
-    wrong = [
-        (kind, line)
-        for (kind, vector), line in made.known.items()
-        if (kind, vector) not in meant.known and (kind, _pattern(vector)) not in meant.free
-    ]
-    wrong += [(kind, line) for (kind, vector), line in made.free.items() if (kind, vector) not in patterns]
+    wrong = [line for kind, line in made.without(meant) if kind not in meant.unknown]
+    wrong += [f"nowhere: {line}" for kind, line in meant.without(made) if kind not in made.unknown]
     count = sum(kind not in meant.unknown for kind in made.kinds) - sum(
         kind not in meant.unknown for kind in made.unknown
     )
-    return Judged([line for kind, line in wrong if kind not in meant.unknown], count, len(made.kinds))
+    return Judged(wrong, count, len(made.kinds))
 
 
 def _pattern(vector: bytes) -> bytes:
@@ -630,7 +635,7 @@ def _pattern(vector: bytes) -> bytes:
 
 
 def wrong_addresses(ptx: str, cubin: bytes) -> list[str]:
-    """Accesses at addresses that no access of the PTX has."""
+    """Accesses of the machine code at addresses that the PTX has not, and of the PTX that the machine code has not."""
     return judged(ptx, listing_of(cubin)).wrong
 
 
@@ -644,7 +649,6 @@ OPERATORS_WITH_KERNELS = ("delta", "gated_delta", "kda", "gla", "scalar_decay", 
 
 def lines_of(operator: str, heads: tuple[int, int], dims: tuple[int, int], documents: bool) -> list[str]:
     """A line for each kernel of the case."""
-    from lab.campaigns.registers import _usage
     from tests.support.kernel_cases import KernelCase, compiling  # late, for it imports this
     from zeco_train.ops.operator import Target, assume
 
@@ -653,7 +657,7 @@ def lines_of(operator: str, heads: tuple[int, int], dims: tuple[int, int], docum
 
     def seen(name: str, made: Any) -> None:
         kernel = judged(made.asm["ptx"], listing_of(made.asm["cubin"]))
-        registers, stack = _usage(made.asm["cubin"])
+        registers, stack = usage(made.asm["cubin"])
         found[
             f"{what} {name:<26} {registers:>4}"
             f" {stack:>5} {kernel.count:>6} {kernel.accesses:>6} {'; '.join(kernel.wrong[:3])}".rstrip()

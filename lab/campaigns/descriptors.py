@@ -19,6 +19,7 @@ import triton
 # The base of a program's shared memory is computed by one instruction, `ULEA UR, UR, 0x400, 0x18`.
 _BASE = re.compile(r"0x18$")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 _UNIFORM = re.compile(r"UR(\d+)$")
 
 
@@ -30,11 +31,22 @@ def wrong_descriptors(cubin: bytes) -> list[str]:
 @functools.lru_cache(maxsize=1)
 def listing_of(cubin: bytes) -> str:
     """The machine code as text, with labels."""
+    return _tool("nvdisasm", "-c", cubin)
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
+    found = _USAGE.search(_tool("cuobjdump", "-res-usage", cubin))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _wrong_in(listing: str) -> list[str]:

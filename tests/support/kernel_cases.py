@@ -113,8 +113,8 @@ class KernelCase:
 def compiling(capability: int, seen: Callable[[str, Any], object] | None = None) -> Iterator[dict[str, int]]:
     """Compile the kernels launched inside for such GPUs, which this machine need not have, instead of running them.
 
-    Yields the shared memory of each kernel, in bytes per program; wrong descriptors or addresses in machine code, and
-    buffers that are overwritten too early, are an AssertionError. `seen` gets each kernel's name and what the compiler made.
+    Yields the shared memory of each kernel, in bytes per program. `seen` gets each one's name and what the compiler
+    made. Wrong descriptors or addresses in machine code, and buffers overwritten too early, are an AssertionError.
     """
     from triton.backends.compiler import GPUTarget  # late: the mode is fixed at import
     from triton.runtime import JITFunction, driver
