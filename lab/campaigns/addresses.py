@@ -12,8 +12,11 @@ address known in the machine code must be one of those in the PTX.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -649,29 +652,52 @@ DIMS = (
 OPERATORS_WITH_KERNELS = ("delta", "gated_delta", "kda", "gla", "scalar_decay", "fixed_decay", "gsa")
 
 
-def lines_of(operator: str, heads: tuple[int, int], dims: tuple[int, int], documents: bool) -> list[str]:
-    """A line for each kernel of the case."""
+class Row(NamedTuple):
+    """One kernel of a case."""
+
+    operator: str
+    case: str
+    kernel: str
+    registers: int
+    stack: int
+    count: int
+    accesses: int
+    wrong: str
+
+
+def rows_of(operator: str, heads: tuple[int, int], dims: tuple[int, int], documents: bool) -> list[Row]:
+    """The kernels of the case."""
     from tests.support.kernel_cases import KernelCase, compiling  # late, for it imports this
     from zeco_train.ops.operator import Target, assume
 
-    found: dict[str, None] = {}
-    what = f"{operator:<13} {heads!s:>7} {dims!s:>11} {'documents' if documents else '':<10}"
+    found: list[Row] = []
+    what = f"{heads} {dims} {'documents' if documents else ''}"
 
     def seen(name: str, made: Any) -> None:
         kernel = judged(made.asm["ptx"], listing_of(made.asm["cubin"]))
-        registers, stack = usage(made.asm["cubin"])
-        found[
-            f"{what} {name:<26} {registers:>4}"
-            f" {stack:>5} {kernel.count:>6} {kernel.accesses:>6} {'; '.join(kernel.wrong[:3])}".rstrip()
-        ] = None
+        found.append(Row(operator, what, name, *usage(made.asm["cubin"]), *kernel[1:], "; ".join(kernel.wrong[:3])))
 
     case = KernelCase(operator, 65, (1, *heads, *dims), documents=(0, 6) if documents else None)
-    try:
-        with compiling(90, seen), assume(Target("cuda", (9, 0))):
-            case.found(case.tensors(torch.bfloat16, torch.device("cpu")))
-    except AssertionError as error:
-        found[f"{what} WRONG {error!s:.300}"] = None
-    return list(found)
+    with contextlib.suppress(AssertionError), compiling(90, seen), assume(Target("cuda", (9, 0))):
+        case.found(case.tensors(torch.bfloat16, torch.device("cpu")))
+    return found
+
+
+def table_of(rows: list[Row]) -> Iterator[str]:
+    """A line for each kernel, with the largest numbers, and one for each wrong one."""
+    yield f"{'operator':<13} {'kernel':<22} cases registers stack accesses  judged wrong"
+    rows = sorted(rows, key=lambda row: (row.operator, row.kernel, row.case))
+    for (operator, kernel), group in itertools.groupby(rows, key=lambda row: (row.operator, row.kernel)):
+        own = [*group]
+        accesses, count = (sum(getattr(row, name) for row in own) for name in ("accesses", "count"))
+        yield (
+            f"{operator:<13} {kernel:<22} {len({row.case for row in own}):>5} {max(row.registers for row in own):>9}"
+            f" {max(row.stack for row in own):>5} {accesses:>8} {count / max(1, accesses):>7.1%}"
+            f" {sum(bool(row.wrong) for row in own):>5}"
+        )
+    for row in rows:
+        if row.wrong:
+            yield f"{row.operator} {row.case} {row.kernel}: {row.wrong}"
 
 
 def main() -> None:
@@ -679,16 +705,15 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(OPERATORS_WITH_KERNELS), help="these operators")
     parser.add_argument("--dims", type=int, default=len(DIMS), help="the first so many")
     arguments = parser.parse_args()
-    print(
-        f"{'operator':<13} {'G, H':>7} {'K, V':>11} {'':<10} {'kernel':<26} {'regs':>4} {'stack':>5} {'judged':>6}"
-        f" {'of':>6} wrong"
-    )
+    rows: list[Row] = []
     for number, dims in enumerate(DIMS[: arguments.dims]):
         for operator in arguments.only.split(","):
             # with heads that share keys, or without documents, in turn
             other = ((1, 2), True) if number % 2 == 0 else ((1, 1), False)
             for heads, documents in ((1, 1), True), other:
-                print(*lines_of(operator, heads, dims, documents), sep="\n", flush=True)
+                rows += rows_of(operator, heads, dims, documents)
+                print(*rows[-1], file=sys.stderr, flush=True)
+    print(*table_of(rows), sep="\n")
 
 
 if __name__ == "__main__":
