@@ -97,6 +97,10 @@ class Program:
         """Kind and operand of an access to shared memory."""
         raise NotImplementedError
 
+    def parts(self, x: Instruction) -> range:
+        """What it accesses may be accessed from these bytes on, after its address."""
+        return range(1)
+
     def value(self, operand: str, state: State) -> Value | None:
         raise NotImplementedError
 
@@ -192,8 +196,10 @@ class Program:
                 self.unknown.append(kind)
             else:
                 found = self.free if address.free else self.known
-                vector = np.broadcast_to(address.vector, self.threads).tobytes()
-                found.setdefault((kind, vector), f"{x.operation} {', '.join(x.operands)}")
+                for offset in self.parts(x):
+                    moved = address.vector if address.free else address.vector + np.uint32(offset)
+                    vector = np.broadcast_to(moved, self.threads).tobytes()
+                    found.setdefault((kind, vector), f"{x.operation} {', '.join(x.operands)}")
 
     def _step(self, x: Instruction, state: State) -> None:
         if x.operation.lower().startswith("call"):
@@ -353,6 +359,11 @@ class Ptx(Program):
             if name.startswith(start):
                 return kind, x.operands[1 if start[0] == "l" else 0]
         return None
+
+    def parts(self, x: Instruction) -> range:
+        # ptxas loads only those numbers of a vector that are read
+        vector = re.match(r"ld\..*\.v(\d)\.[a-z](\d+)$", x.operation)
+        return range(0, int(vector[1]) * int(vector[2]) // 8, int(vector[2]) // 8) if vector else range(1)
 
     def value(self, operand: str, state: State) -> Value | None:
         parts: list[Value | None] = []
