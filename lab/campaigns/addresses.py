@@ -316,7 +316,7 @@ def _shift_signed(x: Vector, by: Vector) -> Vector:
 
 def _table(a: Vector, b: Vector, c: Vector, table: int) -> Vector:
     """Bit by bit, the bit of `table` that the three bits number."""
-    found = np.zeros(1, dtype=np.uint32)
+    found = _constant(0)
     for case in range(8):
         if table >> case & 1:
             found = found | ((a if case & 4 else ~a) & (b if case & 2 else ~b) & (c if case & 1 else ~c))
@@ -327,7 +327,7 @@ def _permute(a: Vector, b: Vector, selector: Vector) -> Vector | None:
     """The bytes of b and a that the four digits of the selector number."""
     if selector.size > 1 or int(selector[0]) & 0x8888:
         return None
-    found = np.zeros(1, dtype=np.uint32)
+    found = _constant(0)
     for position in range(4):
         digit = int(selector[0]) >> 4 * position & 7
         found = found | (((b if digit & 4 else a) >> np.uint32(8 * (digit & 3)) & 0xFF) << np.uint32(8 * position))
@@ -451,7 +451,8 @@ class Sass(Program):
         register = x.operands[len(predicates)]
         if "SETP" in name or name.startswith(("PLOP3", "UPLOP3", "FCHK")) or not _REGISTER.match(register):
             return predicates
-        bank, first = re.match(r"(U?R)(.+)", register).groups()
+        bank, _, first = register.rpartition("R")
+        bank += "R"
         wide = [f"{bank}{int(first) + i}" for i in range(self._width(name))] if first != "Z" else ["RZ"]
         return wide + predicates + _leading_predicates(x.operands[len(predicates) + 1 :])
 
@@ -622,7 +623,7 @@ def _leading_predicates(operands: tuple[str, ...]) -> list[str]:
 
 class Judged(NamedTuple):
     wrong: list[str]  # accesses at addresses that the other code has not
-    count: int  # whose addresses are known
+    followed: int  # whose addresses are known
     accesses: int
 
 
@@ -671,7 +672,7 @@ class Row(NamedTuple):
     kernel: str
     registers: int
     stack: int
-    count: int
+    followed: int
     accesses: int
     wrong: str
 
@@ -700,10 +701,10 @@ def table_of(rows: list[Row]) -> Iterator[str]:
     rows = sorted(rows, key=lambda row: (row.operator, row.kernel, row.case))
     for (operator, kernel), group in itertools.groupby(rows, key=lambda row: (row.operator, row.kernel)):
         own = [*group]
-        accesses, count = (sum(getattr(row, name) for row in own) for name in ("accesses", "count"))
+        accesses, followed = (sum(getattr(row, name) for row in own) for name in ("accesses", "followed"))
         yield (
             f"{operator:<13} {kernel:<22} {len({row.case for row in own}):>5} {max(row.registers for row in own):>9}"
-            f" {max(row.stack for row in own):>5} {accesses:>8} {count / max(1, accesses):>7.1%}"
+            f" {max(row.stack for row in own):>5} {accesses:>8} {followed / max(1, accesses):>7.1%}"
             f" {sum(bool(row.wrong) for row in own):>5}"
         )
     for row in rows:
