@@ -1,12 +1,14 @@
 """Question: are the shared-memory addresses of the machine code those that the compiler meant, in every thread?
-Command: python -m lab.campaigns.addresses [--only TEXT] > lab/results/addresses.txt
-Date: 28 November 2026.
-Answer: ...
+Command: python -m lab.campaigns.addresses [--only OPERATORS] [--dims N]
+Date: 28 November 2026, Triton 3.7.1 and 3.6, no GPU; ended early, after the dims that results/addresses.txt has.
+Answer: yes, in all kernels as they are (results/addresses.txt). With `grads_kernel` of delta rules as it was before, no
+    under Triton 3.6: K 64 or 32, V 8 or 16, with documents, where a GPU had wrong dq and dk; V 48 and 64 were right,
+    and so was all code of Triton 3.7.1.
 
-ptxas 12.8, which Triton 3.6 and 3.7 come with, can read a register after it gave it to another value, where it computes
-an address again for want of registers. Integers are followed through PTX and through machine code, for all threads of a
-program at once, in the order of the text. What comes from memory, from an argument, or changes in a loop is unknown. An
-address known in the machine code must be one of those in the PTX.
+ptxas 12.8, which Triton 3.6 and 3.7 come with, can overwrite a register before it reads it, where it computes an
+address again for want of registers. Integers are followed through PTX and through machine code, for all threads of a program at
+once. What is loaded is unknown; arguments, and what goes up in a loop, are numbers that are unknown but the same in all
+threads. An access of the machine code must be at an address that the PTX has, and the other way round for stores.
 """
 
 from __future__ import annotations
