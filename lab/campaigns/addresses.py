@@ -6,9 +6,10 @@ Answer: yes, in all kernels as they are (results/addresses.txt). With `grads_ker
     and so was all code of Triton 3.7.1.
 
 ptxas 12.8, which Triton 3.6 and 3.7 come with, can overwrite a register before it reads it, where it computes an
-address again for want of registers. Integers are followed through PTX and through machine code, for all threads of a program at
-once. What is loaded is unknown; arguments, and what goes up in a loop, are numbers that are unknown but the same in all
-threads. An access of the machine code must be at an address that the PTX has, and the other way round for stores.
+address again for want of registers. Integers are followed through PTX and through machine code, for all threads of a
+program at once. What is loaded is unknown; arguments, and what goes up in a loop, are numbers that are unknown but the
+same in all threads. An access of the machine code must be at an address that the PTX has; of stores the other way
+round, too.
 """
 
 from __future__ import annotations
