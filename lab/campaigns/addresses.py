@@ -1,9 +1,9 @@
 """Question: are the shared-memory addresses of the machine code those that the compiler meant, in every thread?
 Command: python -m lab.campaigns.addresses [--only OPERATORS] [--dims N]
 Date: 28 November 2026, Triton 3.7.1 and 3.6, no GPU; ended early, after the dims that results/addresses.txt has.
-Answer: yes, in all kernels as they are (results/addresses.txt). With `grads_kernel` of delta rules as it was before, no
-    under Triton 3.6: K 64 or 32, V 8 or 16, with documents, where a GPU had wrong dq and dk; V 48 and 64 were right,
-    and so was all code of Triton 3.7.1.
+Answer: yes, where they can be followed, 98.6 % of the accesses (results/addresses.txt). With `grads_kernel` of delta
+    rules as it was before, no under Triton 3.6: K 64 or 32, V 8 or 16, with documents, where a GPU had wrong dq and dk;
+    V 48 and 64 were right, and so was all code of Triton 3.7.1.
 
 ptxas 12.8, which Triton 3.6 and 3.7 come with, can overwrite a register before it reads it, where it computes an
 address again for want of registers. Integers are followed through PTX and through machine code, for all threads of a
@@ -15,7 +15,6 @@ round, too.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import re
 import sys
@@ -693,8 +692,12 @@ def rows_of(operator: str, heads: tuple[int, int], dims: tuple[int, int], docume
         found.append(Row(operator, what, name, *usage(made.asm["cubin"]), *kernel[1:], "; ".join(kernel.wrong[:3])))
 
     case = KernelCase(operator, 65, (1, *heads, *dims), documents=(0, 6) if documents else None)
-    with contextlib.suppress(AssertionError), compiling(90, seen), assume(Target("cuda", (9, 0))):
-        case.found(case.tensors(torch.bfloat16, torch.device("cpu")))
+    try:
+        with compiling(90, seen), assume(Target("cuda", (9, 0))):
+            case.found(case.tensors(torch.bfloat16, torch.device("cpu")))
+    except AssertionError:
+        if not any(row.wrong for row in found):  # not `compiling`, of what has a row
+            raise
     return found
 
 

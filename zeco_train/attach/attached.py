@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.losses import LOSSES, check_labels, check_losses, redirect_loss
 from zeco_train.attach.shard import POSITION, Documents, checksum, cut
 from zeco_train.attach.softmax import IMPLEMENTATION, register
-from zeco_train.errors import ConfigError
+from zeco_train.errors import CommunicationError, ConfigError
 from zeco_train.sp.attention.method_registry import AttentionChoice
 from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import GroupExchange
@@ -73,6 +74,7 @@ def attach(
 
     Raises:
         AttachError: a module that would be wrong over ranks, or a parameter that differs between them, by its name.
+        CommunicationError: a rank of the group is missing.
         ConfigError: an unknown method; torch.distributed is not initialised, or this process is not in the group.
     """
     if attention not in AttentionChoice.__members__:
@@ -217,7 +219,11 @@ class Attached:
     # What all ranks have, of which a name that differs is refused.
     def _compare(self, mine: dict[str, Any], remedy: str, own: int | None = None) -> list[int | None]:
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, (mine, own), group=self.group)
+        try:
+            dist.all_gather_object(everyone, (mine, own), group=self._over.timed)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+            raise CommunicationError(self.rank, "comparing parameters or the first batch", problem) from error
         for rank, (theirs, _) in enumerate(everyone):
             first = everyone[0][0]
             if wrong := [name for name in first | theirs if theirs.get(name) != first.get(name)]:
@@ -336,9 +342,11 @@ class Attached:
             "num_items_in_batch": None if count is None else float(count),
         }
         everyone = self._compare(mine, "`shard` takes the same whole batch on each", own)
-        # Of zeros, where a trainer has cut the tokens: see `of_slice`.
+        # Of zeros, where a trainer has cut the tokens: see `of_slice`. Not refused: slices may be equal.
         if whole == 0 and own and {*everyone} == {own}:
-            raise AttachError("input_ids: all ranks have the same tokens; each has its own slice of the sequences")
+            warnings.warn(
+                "input_ids: all ranks have the same tokens; each has its own slice of the sequences", stacklevel=3
+            )
         self._is_compared = True
 
     def _wrap_checkpoints(self, model: nn.Module) -> None:
