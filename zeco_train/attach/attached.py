@@ -216,11 +216,11 @@ class Attached:
             {n: (tuple(x.shape), _checksum(x)) for n, x in self.model.named_parameters()}, "load the same on all"
         )
 
-    # What all ranks have, of which a name that differs is refused.
+    # Refuses the first name whose value differs between ranks; returns every rank's `own`.
     def _compare(self, mine: dict[str, Any], remedy: str, own: int | None = None) -> list[int | None]:
         everyone: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(everyone, (mine, own), group=self._over.timed)
+            dist.all_gather_object(everyone, (mine, own), group=self._over.group_with_timeout)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
             raise CommunicationError(self.rank, "comparing parameters or the first batch", problem) from error
@@ -329,7 +329,7 @@ class Attached:
             of = f"rank {position.rank} of {len(position.bounds) - 1}"
             raise AttachError(f"{POSITION}: of {of}, this is rank {self.rank} of {self.size}")
 
-    # Of the first call: whether the program gives the ranks the same batches.
+    # At the first call only: a program that gives the ranks different batches does so from the start.
     @torch.compiler.disable
     def _compare_batches(self, position: Any, tokens: torch.Tensor, count: Any) -> None:
         if self._is_compared:
