@@ -64,9 +64,9 @@ LIMITS: dict[tuple[str, str], dict[str, float]] = {
     ("short_conv", "bf16"): {"default": 1e-2},
     ("short_conv", "fp32"): {"default": 1e-4},
 }
-# The share of q ⊙ dq (scalar decays: and of k ⊙ dk) that the error of dg is relative to, where dg is less: scalar decays
-# take the difference of two sums that bf16 products have rounded, delta rules multiply by transitions that are I less
-# such a sum; gla avoids it.
+# The share of q ⊙ dq (scalar decays: of k ⊙ dk too) that the error of dg is relative to, where dg is less: scalar
+# decays take the difference of two sums that bf16 products have rounded, delta rules multiply by transitions that are I
+# less such a sum; gla avoids it.
 CANCELLING = {"scalar_decay": 0.1, "gated_delta": 0.1, "kda": 0.1}
 # An element's size below which its error is not relative: all inputs are of size 1, and what decays have erased is not.
 FLOOR = 1e-3
