@@ -116,6 +116,40 @@ def test_layers_of_fla_are_exact(rank: int, size: int) -> None:
         assert float(model(**part).loss) != pytest.approx(share * math.log(VOCABULARY))
 
 
+def unmodified_layers_of_fla(rank: int, size: int) -> None:
+    """In fp32, with all kernels, beside fla's plain functions in fp64."""
+    fused = {"fuse_norm": True, "fuse_swiglu": True, "fuse_cross_entropy": True}
+    batch, documents = make_batch(1, 300), [[0, 1, 130, 170, 300]]
+    errors = {}
+    for name, sizes in attach_models.FLA_MODELS.items():
+        # At least 16 channels a head.
+        changes = {"hidden_size": 128, "num_hidden_layers": 1}
+        changes |= {key: 32 for key in ("head_dim", "expand_ratio", "state_size") if key in sizes}
+        alone = build_fla(name, **changes)
+        with pytest.MonkeyPatch.context() as patch, InDouble():
+            attach_models.use_plain_fla(patch)
+            wanted = attach_models.run_alone(alone, batch, documents)
+        model = build_fla(name, **changes, **fused).float().cuda()
+        attached = attach(model)
+        part = attached.shard({key: x.cuda() for key, x in batch.items()}, documents)
+        loss = model(**part).loss
+        loss.backward()
+        attached.reduce_gradients()
+        total = loss.detach()
+        dist.all_reduce(total)
+        errors[name] = attach_models.errors_of(model, float(total), alone, wanted)
+        print(rank, name, errors[name], flush=True)
+    assert all(max(error[:2]) < 1e-3 for error in errors.values()), errors
+
+
+@pytest.mark.gpu
+def test_unmodified_layers_of_fla_on_two_gpus_are_right() -> None:
+    pytest.importorskip("fla")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    run_distributed(unmodified_layers_of_fla, 2, backend="cpu:gloo,cuda:nccl")
+
+
 def test_adapters_of_peft_are_exact() -> None:
     pytest.importorskip("peft")
     run_distributed(adapters_are_exact, 2)
