@@ -18,6 +18,7 @@ from zeco_train.kernels import cdiv, jit
 from zeco_train.ops.gla.kernels.grads import load_states
 from zeco_train.ops.gla.kernels.intra import decayed
 from zeco_train.ops.gla.kernels.launch import CHUNK, NARROWEST, GlaKernelBackward, GlaKernels, options_for
+from zeco_train.ops.gla.kernels.states import MILD, STEEP
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, split_pairs, store_tile
 from zeco_train.ops.kept import TileOptions
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
@@ -34,7 +35,7 @@ def outputs_kernel(
     s,  # [B, T, H, K]
     slots,  # [B, T, H, K]: k* of `operands_kernel` for the keys s, as the next two
     b,  # [B, T, H, K] fp32, sums of g inside chunks
-    plain,  # [N, B, H] int32
+    kinds,  # [N, B, H] int32
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N, B, H, V, K]: X of the walk
     o,  # [B, T, H, K], written
@@ -74,7 +75,16 @@ def outputs_kernel(
         pairs = tl.dot(queries, tl.trans(keys), pairs, input_precision=PRECISION)
     pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     sums = load_tile(b, start, T, H, K, first_key, C, BK)
-    if tl.load(plain + index) != 0:
+    kind = tl.load(kinds + index)
+    if kind >= STEEP:
+        # b is g, and a token sees itself and the one before it
+        own = load_tile(s, start, T, H, K, first_key, C, BK)
+        self = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), axis=1)
+        seen = tl.where((rows[:, None] == 0) & (kind == STEEP), seen, 0.0)
+        pairs = tl.where(rows[:, None] == rows[None, :] + 1, pairs, 0.0)
+        seen = tl.dot(pairs.to(own.dtype), own, seen, input_precision=PRECISION) * decay(sums)
+        seen += self[:, None] * own.to(tl.float32)
+    elif kind >= MILD:
         own = load_tile(slots, start, T, H, K, first_key, C, BK)
         seen = tl.dot(pairs.to(own.dtype), own, seen, input_precision=PRECISION)
         middle = tl.minimum(start + C // 2, T) - 1
@@ -113,13 +123,12 @@ class _GsaKernelForward(ForwardBase):
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         launcher, options = self._launcher, _OPTIONS[self._s.dtype]
-        launcher.correct(self._segments, incoming_state, "incoming_state")
-        self.saved = (self._segments.starts,)
-        states, o = launcher.states(self._operands, self._k, self._segments), torch.empty_like(self._s)
+        self.saved, o = (self._segments.starts,), torch.empty_like(self._s)
+        states = launcher.states(self._operands, self._k, self._segments, incoming_state)
         K, V = launcher.K, launcher.V
         BK, BV = options.tile(K, V, narrowest=NARROWEST[self._s.dtype])
         outputs_kernel[(launcher.num_chunks * cdiv(K, BK), launcher.BH)](
-            self._q, self._k, self._s, self._operands.keys, self._b, self._operands.plain, self.doc_ids, states, o,
+            self._q, self._k, self._s, self._operands.keys, self._b, self._operands.kinds, self.doc_ids, states, o,
             self.scale, launcher.T, launcher.H, K, V, launcher.BH, C=CHUNK, BK=BK, BV=BV, **launcher.flags,
             **options.launch,
         )  # fmt: skip
