@@ -18,7 +18,7 @@ from zeco_train.kernels import cdiv, jit
 from zeco_train.ops.gla.kernels.grads import load_states
 from zeco_train.ops.gla.kernels.intra import decayed
 from zeco_train.ops.gla.kernels.launch import CHUNK, NARROWEST, GlaKernelBackward, GlaKernels, options_for
-from zeco_train.ops.gla.kernels.states import MILD, STEEP
+from zeco_train.ops.gla.kernels.states import OTHER, STEEP
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, split_pairs, store_tile
 from zeco_train.ops.kept import TileOptions
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
@@ -76,15 +76,7 @@ def outputs_kernel(
     pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     sums = load_tile(b, start, T, H, K, first_key, C, BK)
     kind = tl.load(kinds + index)
-    if kind >= STEEP:
-        # b is g, and a token sees itself and the one before it
-        own = load_tile(s, start, T, H, K, first_key, C, BK)
-        self = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), axis=1)
-        seen = tl.where((rows[:, None] == 0) & (kind == STEEP), seen, 0.0)
-        pairs = tl.where(rows[:, None] == rows[None, :] + 1, pairs, 0.0)
-        seen = tl.dot(pairs.to(own.dtype), own, seen, input_precision=PRECISION) * decay(sums)
-        seen += self[:, None] * own.to(tl.float32)
-    elif kind >= MILD:
+    if (kind != OTHER) & (kind != STEEP):
         own = load_tile(slots, start, T, H, K, first_key, C, BK)
         seen = tl.dot(pairs.to(own.dtype), own, seen, input_precision=PRECISION)
         middle = tl.minimum(start + C // 2, T) - 1
@@ -101,7 +93,7 @@ def outputs_kernel(
         self = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), axis=1)
         seen = seen * from_start + self[:, None] * own.to(tl.float32)
         # log₂ C sizes of blocks, see `intra`; only pairs below the diagonal are left, so queries lie in later blocks
-        for shift in range(6):
+        for shift in range(tl.where(kind == STEEP, 0, 6)):
             is_query, factor, tokens = decayed(
                 b, sums, own, own, own, shift, start, T, H, K, first_key, C, BK, JOINED=False
             )
@@ -123,8 +115,9 @@ class _GsaKernelForward(ForwardBase):
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         launcher, options = self._launcher, _OPTIONS[self._s.dtype]
-        self.saved, o = (self._segments.starts,), torch.empty_like(self._s)
-        states = launcher.states(self._operands, self._k, self._segments, incoming_state)
+        launcher.correct(self._segments, incoming_state, "incoming_state")
+        self.saved = (self._segments.starts,)
+        states, o = launcher.states(self._operands, self._k, self._segments), torch.empty_like(self._s)
         K, V = launcher.K, launcher.V
         BK, BV = options.tile(K, V, narrowest=NARROWEST[self._s.dtype])
         outputs_kernel[(launcher.num_chunks * cdiv(K, BK), launcher.BH)](

@@ -5,13 +5,12 @@ With X and X' of the walks (`states`), and dA = do vᵀ on and below the diagona
     dq* = dA k* + do Xᵀ        dk* = dAᵀ q* + v X'ᵀ
     dg_t = Σ_{i >= t} (q*_i ⊙ dq*_i − k*_i ⊙ (dk*_i of inside)) + Σ_{j < t} k*_j ⊙ (dk*_j beyond) + Σ_V X ⊙ X'
 
-Sums over the chunk's tokens; of the X' it is Σ_V (cross ⊙ X) ⊙ X' if the chunk is not mild. The terms of dg are for
+Sums over the chunk's tokens; of the X' it is Σ_V (cross ⊙ X) ⊙ X' if the chunk is not plain. The terms of dg are for
 the paths past token t: to a query of this chunk, from a key of this chunk to a later one, and from before the chunk to
 after it. The usual form, Σ_V S_end ⊙ dS less the k ⊙ dk of tokens from t on, is the same number, but a difference of
 larger ones. A pair (i, j) enters the first sum at i and, with the other sign, at j. Both come from the same rounded
 factors, so that they cancel in the sum over later tokens: otherwise their rounding errors would spread over a chunk's
-tokens, and where decays are strong they exceed dg itself. In a steep chunk (`states`) the pairs are a token, which has
-no part in dg with itself, and the one before it.
+tokens, and where decays are strong they exceed dg itself.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.intra import decayed, join
-from zeco_train.ops.gla.kernels.states import CROSS, MILD, OTHER, STEEP
+from zeco_train.ops.gla.kernels.states import CROSS, OTHER, STEEP
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
@@ -100,7 +99,30 @@ def _of_values(
 
 
 @jit
+def _steep_grads(
+    q, k, v, do, state_grads, dq, dk, dg, index, start, first_key, scale, T, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """BK columns of the gradients of one steep chunk: a token sees itself, and the state after it the last one."""
+    self_grads = tl.zeros([C], tl.float32)
+    leaving = tl.zeros([BK], tl.float32)
+    for first_value in range(0, V, BV):
+        output_grads = load_tile(do, start, T, H, V, first_value, C, BV).to(tl.float32)
+        self_grads += tl.sum(output_grads * load_tile(v, start, T, H, V, first_value, C, BV), axis=1)
+        last = load_last_row(v, start, T, H, V, first_value, C, BV).to(tl.float32)
+        leaving += tl.sum(last[:, None] * load_states(state_grads, index, K, V, first_key, first_value, BK, BV), axis=0)
+    self_grads = self_grads[:, None] * scale
+    store_tile(dq, self_grads * load_tile(k, start, T, H, K, first_key, C, BK), start, T, H, K, first_key, C, BK)
+    key_grads = self_grads * load_tile(q, start, T, H, K, first_key, C, BK)
+    is_last = tl.arange(0, C) == tl.minimum(C, T - start) - 1
+    store_tile(dk, key_grads + tl.where(is_last[:, None], leaving[None, :], 0.0), start, T, H, K, first_key, C, BK)
+    store_tile(dg, tl.zeros([C, BK], tl.float32), start, T, H, K, first_key, C, BK)
+
+
+@jit
 def plain_grads_kernel(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
     queries,  # [B, T, H, K]: q*
     keys,  # [B, T, H, K]: k*
     v,  # [B, T, H, V]
@@ -124,7 +146,7 @@ def plain_grads_kernel(
     SUMMED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes BK columns of the gradients of one mild chunk of one head."""
+    """One program computes BK columns of the gradients of one chunk of one head that is plain or steep."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     first_key = (tl.program_id(0) % tiles) * BK
     chunk = tl.program_id(0) // tiles
@@ -135,7 +157,12 @@ def plain_grads_kernel(
     of_keys = head_offset(batch_head, T, H, K)
     of_values = head_offset(batch_head, T, H, V)
     kind = tl.load(kinds + index)
-    if (kind != OTHER) & (kind < STEEP):
+    if kind == STEEP:
+        _steep_grads(
+            q + of_keys, k + of_keys, v + of_values, do + of_values, state_grads, dq + of_keys, dk + of_keys,
+            dg + of_keys, index, start, first_key, scale, T, H, K, V, C, BK, BV,
+        )  # fmt: skip
+    elif kind != OTHER:
         grads, _, query_grads, key_grads, passing = _of_values(
             v + of_values, do + of_values, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, False,
             SUMMED, PRECISION,
@@ -158,40 +185,8 @@ def plain_grads_kernel(
         store_tile(dk + of_keys, key_grads * decay(-distances), start, T, H, K, first_key, C, BK)
         parts: tl.constexpr = 2 if v.dtype.element_ty == tl.bfloat16 else 0
         decay_grads = passing[None, :] + _sum_tokens(rows[:, None] <= rows[None, :], terms, parts)
-        decay_grads = tl.where((rows[:, None] == 0) & (kind != MILD), 0.0, decay_grads)
+        decay_grads = tl.where((rows[:, None] == 0) & (kind == 2), 0.0, decay_grads)
         store_tile(dg + of_keys, decay_grads, start, T, H, K, first_key, C, BK)
-
-
-@jit
-def _steep_grads(
-    q, k, v, b, do, states, state_grads, dq, dk, dg, index, start, first_key, scale, T, kind, H: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SUMMED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """BK columns of the gradients of one steep chunk, whose b is g."""
-    rows = tl.arange(0, C)[:, None]
-    grads, _, query_grads, key_grads, _ = _of_values(
-        v, do, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, False, SUMMED, PRECISION
-    )
-    self_grads = tl.sum(tl.where(rows == tl.arange(0, C)[None, :], grads, 0.0), axis=1)[:, None] * scale
-    pairs = tl.where(rows == tl.arange(0, C)[None, :] + 1, grads, 0.0).to(v.dtype.element_ty)
-    # the first token sees the state before the chunk, the last two reach that after it
-    query_grads = tl.where((rows == 0) & (kind == STEEP), query_grads, 0.0)
-    last = decay(load_last_row(b, start, T, H, K, first_key, C, BK))[None, :]
-    key_grads *= tl.where(rows == C - 1, 1.0, tl.where(rows == C - 2, last, 0.0))
-    own_keys = load_tile(k, start, T, H, K, first_key, C, BK)
-    leaving = tl.sum(tl.where(rows == C - 2, own_keys.to(tl.float32) * key_grads, 0.0), axis=0)
-    query_grads = _add_product(pairs, own_keys, query_grads, T, PRECISION)
-    own_queries = load_tile(q, start, T, H, K, first_key, C, BK)
-    from_previous = decay(load_tile(b, start, T, H, K, first_key, C, BK)) * scale
-    queries = (own_queries.to(tl.float32) * from_previous).to(own_queries.dtype)
-    key_grads = _add_product(tl.trans(pairs), queries, key_grads, T, PRECISION)
-    store_tile(dk, key_grads + self_grads * own_queries.to(tl.float32), start, T, H, K, first_key, C, BK)
-    decay_grads = queries.to(tl.float32) * query_grads + tl.where(rows == C - 1, leaving[None, :], 0.0)
-    decay_grads = tl.where((rows == 0) & (kind != STEEP), 0.0, decay_grads)
-    store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
-    query_grads = query_grads * from_previous + self_grads * own_keys.to(tl.float32)
-    store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
 
 
 @jit
@@ -262,7 +257,7 @@ def other_grads_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
     v,  # [B, T, H, V]
-    b,  # [B, T, H, K] fp32, see `operands_kernel`
+    b,  # [B, T, H, K] fp32, sums of g inside chunks
     do,  # [B, T, H, V]
     doc_ids,  # [T] int32, read with DOCUMENTS
     kinds,  # [N, B, H] int32
@@ -286,11 +281,10 @@ def other_grads_kernel(
     PRECISION: tl.constexpr,
     JOINED: tl.constexpr,
     CHUNKS: tl.constexpr,
-    OF_STEEP: tl.constexpr,
 ):
-    """One program computes BK columns of the gradients of those of CHUNKS chunks of one head that are steep, or other.
+    """One program computes BK columns of the gradients of those of CHUNKS chunks of one head that are others.
 
-    A program for all kinds would take the registers of both. JOINED: see `join`; bf16 only.
+    A program for plain chunks as well would take the registers of both. JOINED: see `join`; bf16 only.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
     first_key = (tl.program_id(0) % tiles) * BK
@@ -298,19 +292,10 @@ def other_grads_kernel(
     batch_head = tl.program_id(1)
     of_keys = head_offset(batch_head, T, H, K)
     of_values = head_offset(batch_head, T, H, V)
-    # in a program that computes no chunk, and in registers, what all chunks share would cost more than it saves
-    for step in tl.range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk), disable_licm=True):
+    for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
         chunk = first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
-        kind = tl.load(kinds + index)
-        if OF_STEEP:
-            if kind >= STEEP:
-                _steep_grads(
-                    q + of_keys, k + of_keys, v + of_values, b + of_keys, do + of_values, states, state_grads,
-                    dq + of_keys, dk + of_keys, dg + of_keys, index, chunk * C, first_key, scale, T, kind, H, K, V, C,
-                    BK, BV, SUMMED, PRECISION,
-                )  # fmt: skip
-        elif kind == OTHER:
+        if tl.load(kinds + index) == OTHER:
             _other_grads(
                 q + of_keys, k + of_keys, v + of_values, b + of_keys, do + of_values, doc_ids, factors, states,
                 state_grads, dq + of_keys, dk + of_keys, dg + of_keys, index, chunk * C, first_key, scale, T, H, K, V,

@@ -18,8 +18,7 @@ is masked, but each factor is computed once, and tensor cores are not the bottle
 Where no channel decays by more than e^-60 between the chunk's middle token and either end, that token is r for all
 pairs. Some factors then exceed 1. Rounding is relative, and in the pairs that are kept a large factor meets a small
 one, so the error is the same. One product takes the place of six, and two exponentials that of six. Such chunks, if no
-document starts inside, are called mild (`states`); with GLA's initial gates all are. Where two tokens in a row always
-decay to 0 in fp32, in steep chunks, one product serves as well: of pairs of neighbours, with exp(g) of the query.
+document starts inside, are called plain (`states`); with GLA's initial gates all are.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels import jit
-from zeco_train.ops.gla.kernels.states import MILD, STEEP
+from zeco_train.ops.gla.kernels.states import OTHER, STEEP
 from zeco_train.ops.gla.kernels.tiles import (
-    decay,
     head_offset,
     load_doc_ids,
     load_tile,
@@ -99,8 +97,8 @@ def decayed(
 def scores_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
-    b,  # [B, T, H, K] fp32, of `operands_kernel`, as the next three
-    queries,  # [B, T, H, K]: q*
+    b,  # [B, T, H, K] fp32, sums of g inside chunks
+    queries,  # [B, T, H, K]: q* of `operands_kernel`, as the next two
     keys,  # [B, T, H, K]: k*
     kinds,  # [N, B, H] int32
     doc_ids,  # [T] int32, read with DOCUMENTS
@@ -125,17 +123,7 @@ def scores_kernel(
     offset = head_offset(batch_head, T, H, K)
     total = tl.zeros([C, C], tl.float32)
     kind = tl.load(kinds + index)
-    if kind >= STEEP:
-        for first_key in range(0, K, BK):
-            own_queries = load_tile(q + offset, start, T, H, K, first_key, C, BK)
-            own_keys = load_tile(k + offset, start, T, H, K, first_key, C, BK)
-            decays = decay(load_tile(b + offset, start, T, H, K, first_key, C, BK))
-            tokens = (own_queries.to(tl.float32) * decays).to(own_queries.dtype)
-            products = tl.dot(tokens, tl.trans(own_keys), input_precision=PRECISION)
-            self = tl.sum(own_queries.to(tl.float32) * own_keys.to(tl.float32), axis=1)[:, None]
-            products = tl.where(rows[:, None] == rows[None, :] + 1, products, 0.0)
-            total += tl.where(rows[:, None] == rows[None, :], self, products) * scale
-    elif kind >= MILD:
+    if (kind != OTHER) & (kind != STEEP):
         for first_key in range(0, K, BK):
             own_queries = load_tile(queries + offset, start, T, H, K, first_key, C, BK)
             own_keys = load_tile(keys + offset, start, T, H, K, first_key, C, BK)
@@ -149,8 +137,8 @@ def scores_kernel(
             self = tl.sum(own_queries.to(tl.float32) * own_keys.to(tl.float32), axis=1)[:, None]
             total = tl.where(rows[:, None] == rows[None, :], total + self, total)
             joined = join(own_queries, own_keys) if JOINED else own_queries
-            # log₂ C sizes of blocks.
-            for shift in range(6):
+            # log₂ C sizes of blocks
+            for shift in range(tl.where(kind == STEEP, 0, 6)):
                 _, _, tokens = decayed(
                     b + offset, sums, joined, own_queries, own_keys, shift, start, T, H, K, first_key, C, BK, JOINED
                 )

@@ -6,9 +6,9 @@ Forward                                                        Backward
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg
 
 States at chunk boundaries are kept in the dtype of the inputs, as operands of matrix products; sums, decays and states
-passed between segments or ranks are fp32. Saved for the backward pass are b, of `operands_kernel`, in
-place of g; in the dtype of the inputs the decayed q and k, and the scores, 64 numbers per token and head; and the true
-states that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
+passed between segments or ranks are fp32. Saved for the backward pass are b, the sums of g inside chunks, in place of
+g; in the dtype of the inputs the decayed q and k, and the scores, 64 numbers per token and head; and the true states
+that segments start from. The kernels also run on a CPU under Triton's interpreter, in fp32.
 
 Options change only the order of sums.
 """
@@ -96,7 +96,7 @@ MOST_HEADS = 65_535
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
-# Chunks of a program for those that are steep, or other; without any, it ends after their checks.
+# Chunks of a program for those of other kinds; without any, it ends after their checks.
 GROUP = 4
 
 
@@ -215,7 +215,7 @@ class GlaKernels(SegmentKernels):
         )  # fmt: skip
 
     def operands(self, q: Tensor, k: Tensor, g: Tensor, b: Tensor) -> WalkOperands:
-        """Of the walks; `b` is written."""
+        """Of the walks; `b` is written, the cumulative sums of g inside chunks."""
         found, options = self.operands_like(k), self.tuning.operands
         BK, _ = options.tile(self.K, self.V)
         operands_kernel[(self.num_chunks, self.BH)](
@@ -237,23 +237,19 @@ class GlaKernels(SegmentKernels):
         y: Tensor,
         scores: Tensor,
         segments: Segments,
-        incoming: Tensor | None = None,
         *,
         states: Tensor | None = None,
         reverse: bool = False,
     ) -> Tensor:
-        """o, [B, T, H, V], given the rank's incoming state, or None if segments start from their true ones.
-
-        In reverse dv, given D_in. Writes X of the chunks, and if not in reverse the true `starts`.
-        """
-        o, of_outputs = torch.empty_like(y), {"scores": scores, "incoming": incoming, "states": states}
-        self._walk(operands, y, segments, self.tuning.walk, o=o, reverse=reverse, **of_outputs)
+        """o, [B, T, H, V], from the true states that segments start from; in reverse dv. Writes X of the chunks."""
+        o = torch.empty_like(y)
+        self._walk(operands, y, segments, self.tuning.walk, scores=scores, o=o, states=states, reverse=reverse)
         return o
 
-    def states(self, operands: WalkOperands, v: Tensor, segments: Segments, incoming: Tensor | None = None) -> Tensor:
-        """X of the chunks; `incoming` as of `outputs`."""
+    def states(self, operands: WalkOperands, v: Tensor, segments: Segments) -> Tensor:
+        """X of the chunks, from the true states that segments start from."""
         states = self.new_states()
-        self._walk(operands, v, segments, self.tuning.states, incoming=incoming, states=states, reverse=False)
+        self._walk(operands, v, segments, self.tuning.states, states=states, reverse=False)
         return states
 
     def new_states(self) -> Tensor:
@@ -266,23 +262,19 @@ class GlaKernels(SegmentKernels):
         y: Tensor,
         segments: Segments,
         options: TileOptions,
-        decays: Tensor | None = None,
+        segment_decays: Tensor | None = None,
         *,
         reverse: bool,
-        incoming: Tensor | None = None,
         scores: Tensor | None = None,
         o: Tensor | None = None,
         states: Tensor | None = None,
     ) -> None:
         BK, BV = options.tile(self.K, self.V)
-        if incoming is not None:
-            check_state(incoming, "incoming_grad" if reverse else "incoming_state", segments.state.shape)
-            decays, incoming = segments.start_decays, incoming.contiguous()
         pair = operands.queries, operands.keys
         walk_kernel[(self._state_tiles(BK, BV), self.BH, self.num_segments)](
-            *(pair[::-1] if reverse else pair), y, scores, operands.factors, segments.starts, decays, incoming, o,
-            states, self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, C=CHUNK, BK=BK,
-            BV=BV, REVERSE=reverse, SUMS=o is None and states is None, OUTPUTS=o is not None, STATES=states is not None,
+            *(pair[::-1] if reverse else pair), y, scores, operands.factors, segments.starts, segment_decays, o, states,
+            self.T, self.H, self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, C=CHUNK, BK=BK, BV=BV,
+            REVERSE=reverse, SUMS=segment_decays is not None, OUTPUTS=o is not None, STATES=states is not None,
             **self._precision, **options.launch,
         )  # fmt: skip
 
@@ -317,17 +309,15 @@ class GlaKernels(SegmentKernels):
         options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            queries, keys, v, b, do, kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
+            q, k, queries, keys, v, b, do, kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
             **self._precision, **options.launch,
         )  # fmt: skip
-        for of_steep in (True, False):
-            options = self.tuning.plain_grads if of_steep else self.tuning.other_grads
-            BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
-            other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
-                q, k, v, b, do, self.doc_ids, kinds, factors, *found, C=CHUNK, BK=BK, BV=BV,
-                SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, OF_STEEP=of_steep, **self.flags,
-                **options.launch,
-            )  # fmt: skip
+        options = self.tuning.other_grads
+        BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
+        other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
+            q, k, v, b, do, self.doc_ids, kinds, factors, *found, C=CHUNK, BK=BK, BV=BV,
+            SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
+        )  # fmt: skip
         return dq, dk, dg
 
 
@@ -345,11 +335,12 @@ class _GlaKernelForward(ForwardBase):
         self._scores = self._launcher.scores(self._q, self._k, self._b, self._operands)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
+        self._launcher.correct(self._segments, incoming_state, "incoming_state")
         # Not g too: in fp32 it is as large as bf16 q and k together. True states serve in place of R.
         kept = (self._launcher.new_states(),) if keeps_states() else ()
         self.saved = self._b, *self._operands, self._scores, self._segments.starts, *kept
-        of_walk = self._operands, self._v, self._scores, self._segments, incoming_state
-        return self._launcher.outputs(*of_walk, states=kept[0] if kept else None)
+        states = kept[0] if kept else None
+        return self._launcher.outputs(self._operands, self._v, self._scores, self._segments, states=states)
 
 
 class GlaKernelBackward(BackwardBase):
@@ -371,8 +362,9 @@ class GlaKernelBackward(BackwardBase):
         self._states = self._kept[0] if self._kept else self._launcher.states(self._operands, self._v, segments)
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
+        self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
         grads = self._launcher.new_states()
-        of_walk = self._operands, self._do, self._scores, self._segments, incoming_grad
+        of_walk = self._operands, self._do, self._scores, self._segments
         dv = self._launcher.outputs(*of_walk, states=grads, reverse=True)
         inputs = self._q, self._k, self._v, self._b, self._do
         dq, dk, dg = self._launcher.grads(*inputs, self._operands, self._states, grads)

@@ -24,6 +24,7 @@ from torch import Tensor
 from zeco_train.kernels import cdiv, jit, next_power_of_2
 from zeco_train.ops.gla.kernels.tiles import (
     LARGEST_EXPONENT,
+    VANISHING,
     decay,
     head_offset,
     load_doc_ids,
@@ -38,11 +39,9 @@ ENTER: tl.constexpr = tl.constexpr(0)
 CROSS: tl.constexpr = tl.constexpr(1)
 LEAVE: tl.constexpr = tl.constexpr(2)
 TOTAL: tl.constexpr = tl.constexpr(3)
-# Kinds of chunks, see `operands_kernel`.
+# Kinds of chunks, see `operands_kernel`; those between are plain.
 OTHER: tl.constexpr = tl.constexpr(0)
-MILD: tl.constexpr = tl.constexpr(1)
 STEEP: tl.constexpr = tl.constexpr(3)
-LEAST_STEEP: tl.constexpr = tl.constexpr(44.0)  # exp(−2 · 44) is below 2^-126
 
 
 @jit
@@ -51,11 +50,11 @@ def operands_kernel(
     k,  # [B, T, H, K]
     g,  # [B, T, H, K] fp32, log-decays
     doc_ids,  # [T] int32, read with DOCUMENTS
-    b,  # [B, T, H, K] fp32, written: sums of g inside chunks; g itself if the chunk is steep
+    b,  # [B, T, H, K] fp32, written: sums of g inside chunks
     queries,  # [B, T, H, K], written: q*
     keys,  # [B, T, H, K], written: k*
     factors,  # [N, B, H, 4, K] fp32, written
-    kinds,  # [N, B, H] int32, written: 0 OTHER, MILD or STEEP, and one more if a document starts with the chunk
+    kinds,  # [N, B, H] int32, written: OTHER, STEEP, or 1 if plain, 2 if so and a document starts with the chunk
     scale,
     T,
     H,
@@ -67,11 +66,11 @@ def operands_kernel(
 ):
     """One program computes the operands of one chunk of one head.
 
-    A chunk in which no document starts, but with its first token, is mild if no channel decays by more than e^-60 over
-    either half. Its operands are relative to its middle, m, so that they also give its scores, A = q* k*ᵀ: q* = scale ·
-    q ⊙ exp(b − m), k* = k ⊙ exp(m − b). It is steep if it has C tokens and each decay is e^-44 or less: those of two in
-    a row are then 0, see `decay`. Operands of other chunks, and of steep ones, are decayed to the chunk's borders, and
-    0 if a document starts between.
+    A chunk is plain if no document starts in it, but with its first token, and no channel decays by more than e^-60
+    over either half. Its operands are relative to its middle, m, so that they also give its scores, A = q* k*ᵀ: q* =
+    scale · q ⊙ exp(b − m), k* = k ⊙ exp(m − b). Those of others are decayed to the chunk's borders, and 0 if a document
+    starts between. One that is not plain is steep if each token decays by e^`VANISHING` or less: what a token sees of
+    those before it is then a rounding error of the chunk's sums, and is left out. So its g has no gradient.
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
@@ -90,13 +89,10 @@ def operands_kernel(
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
         first = tl.sum(tl.where((rows < C // 2)[:, None], own, 0.0), axis=0)
         worst = tl.minimum(worst, tl.min(tl.minimum(first, tl.sum(own, axis=0) - first)))
-    is_mild, may_be_steep, is_first = worst >= -LARGEST_EXPONENT, worst < -LARGEST_EXPONENT, 0
+    is_plain = worst >= -LARGEST_EXPONENT
     if DOCUMENTS:
         ids, before, end = load_doc_ids(doc_ids, start, T, C)
-        is_one = tl.load(doc_ids + start) == end
-        is_mild, may_be_steep = is_mild & is_one, may_be_steep & is_one
-        is_first = tl.where(before == end, 0, 1)
-    tl.store(kinds + index, tl.where(is_mild, is_first + MILD, OTHER))
+        is_plain = is_plain & (tl.load(doc_ids + start) == end)
 
     for first_key in range(0, K, BK):
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
@@ -107,17 +103,17 @@ def operands_kernel(
         total = tl.sum(tl.where((rows == C - 1)[:, None], sums, 0.0), axis=0)
         middle = tl.sum(tl.where((rows == C // 2 - 1)[:, None], sums, 0.0), axis=0)
         # without a middle: from the chunk's start, and to its end
-        to_query = sums - tl.where(is_mild, middle, 0.0)[None, :]
-        from_key = tl.where(is_mild, middle, total)[None, :] - sums
+        to_query = sums - tl.where(is_plain, middle, 0.0)[None, :]
+        from_key = tl.where(is_plain, middle, total)[None, :] - sums
         seen = decay(to_query)
         left = decay(from_key)
-        enter = tl.where(is_mild, decay(middle), 1.0)
-        cross = tl.where(is_mild, 1.0, decay(total))
-        leave = tl.where(is_mild, decay(total - middle), 1.0)
+        enter = tl.where(is_plain, decay(middle), 1.0)
+        cross = tl.where(is_plain, 1.0, decay(total))
+        leave = tl.where(is_plain, decay(total - middle), 1.0)
         if DOCUMENTS:
-            seen = tl.where((ids == tl.where(is_mild, end, before))[:, None], seen, 0.0)
+            seen = tl.where((ids == tl.where(is_plain, end, before))[:, None], seen, 0.0)
             left = tl.where((ids == end)[:, None], left, 0.0)
-            enter = tl.where(is_mild & (before != end), 0.0, enter)
+            enter = tl.where(is_plain & (before != end), 0.0, enter)
             cross = tl.where(before == end, cross, 0.0)
             total = tl.where(before == end, total, float("-inf"))
         store_tile(queries, own_queries * seen, start, T, H, K, first_key, C, BK)
@@ -130,16 +126,17 @@ def operands_kernel(
         tl.store(of_chunk + LEAVE * K, leave, mask=inside)
         tl.store(of_chunk + TOTAL * K, total, mask=inside)
 
-    if may_be_steep:
-        least = -104.0
+    kind = 1
+    if DOCUMENTS:
+        kind = tl.where(before == end, 1, 2)
+    if not is_plain:
+        slowest = VANISHING
         for first_key in range(0, K, BK):
             own = load_tile(g, start, T, H, K, first_key, C, BK)
-            least = tl.maximum(least, tl.max(tl.where((first_key + tl.arange(0, BK) < K)[None, :], own, -104.0)))
-        if least <= -LEAST_STEEP:
-            tl.debug_barrier()  # written before, maybe by other threads
-            for first_key in range(0, K, BK):
-                store_tile(b, load_tile(g, start, T, H, K, first_key, C, BK), start, T, H, K, first_key, C, BK)
-            tl.store(kinds + index, is_first + STEEP)
+            inside = (rows < T - start)[:, None] & (first_key + tl.arange(0, BK) < K)[None, :]
+            slowest = tl.maximum(slowest, tl.max(tl.where(inside, own, VANISHING)))
+        kind = tl.where(slowest <= VANISHING, STEEP, OTHER)
+    tl.store(kinds + index, kind)
 
 
 @jit
@@ -149,10 +146,8 @@ def walk_kernel(
     y,  # [B, T, H, V]: v, or do in reverse
     scores,  # [N, B, H, C, C]: A, 0 above the diagonal, read with OUTPUTS
     factors,  # [N, B, H, 4, K] fp32
-    totals,  # [J, B, H, K, V] fp32: with SUMS S after each segment from zero, written; else S before it, the true one,
-    # but with `incoming`, whose part it adds, and writes the true one if not in reverse
-    decays,  # [J, B, H, K] fp32, log-decays: with SUMS of the segments, written; with `incoming` up to them, read
-    incoming,  # [B, H, K, V] fp32: R, or D_in in reverse; or None
+    totals,  # [J, B, H, K, V] fp32: with SUMS S after each segment from zero, written; else the true S before, read
+    total_decays,  # [J, B, H, K] fp32, written with SUMS
     o,  # [B, T, H, V], written with OUTPUTS; in reverse dv
     states,  # [N, B, H, V, K], written with STATES: X, transposed
     T,
@@ -193,12 +188,6 @@ def walk_kernel(
     state = tl.zeros([BV, BK], tl.float32)
     if not SUMS:
         state += tl.load(own_total, mask=inside, other=0.0)
-    if incoming is not None:
-        survives = decay(tl.load(decays + segment_index * K + keys, mask=keys < K, other=0.0))
-        before_all = incoming + batch_head.to(tl.int64) * K * V + (keys * V)[None, :] + values[:, None]
-        state += survives[None, :] * tl.load(before_all, mask=inside, other=0.0)
-        if not REVERSE:
-            tl.store(own_total, state, mask=inside)
 
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if REVERSE else first_chunk + step
@@ -228,7 +217,7 @@ def walk_kernel(
     if SUMS:
         tl.store(own_total, state, mask=inside)
         leads = (keys < K) & (first_value == 0)  # of the programs with these keys, one writes
-        tl.store(decays + segment_index * K + keys, log_decay, mask=leads)
+        tl.store(total_decays + segment_index * K + keys, log_decay, mask=leads)
 
 
 @jit
