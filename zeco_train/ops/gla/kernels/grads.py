@@ -292,7 +292,8 @@ def other_grads_kernel(
     batch_head = tl.program_id(1)
     of_keys = head_offset(batch_head, T, H, K)
     of_values = head_offset(batch_head, T, H, V)
-    for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
+    # in registers, what all chunks share would cost more than it saves
+    for step in tl.range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk), disable_licm=True):
         chunk = first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
         if tl.load(kinds + index) == OTHER:
