@@ -53,7 +53,7 @@ SMALL = {
     "gla, odd sizes": KernelCase("gla", 150, (2, 2, 2, 5, 7), 1.0, changes=FEW),
     "gla, tiles of K and V": KernelCase("gla", 200, (1, 1, 1, 40, 48), changes=FEW),
     "gla, strong decays": KernelCase("gla", 130, rate=50.0),
-    "gla, steep chunks": KernelCase("gla", 200, (1, 2, 2, 5, 7), 60.0, (0, 64, 130), vanishing=1, changes=FEW),
+    "gla, steep chunks": KernelCase("gla", 200, (1, 1, 1, 48, 80), 60.0, (0, 64, 130), vanishing=1, changes=FEW),
     "gla, mild chunks and others": KernelCase("gla", 500, (1, 2, 2, 5, 7), 3.3),
     "gla, the strongest reset": KernelCase("gla", 150, reset=-3e38),
     "gla, documents": KernelCase("gla", 300, documents=(0, 70, 128, 129, 200), changes=(("programs", 2),)),
@@ -131,7 +131,7 @@ SMALL = {
     "gsa, segments and documents": KernelCase("gsa", 130, (1, 2, 2, 5, 7), 3.3, (0, 70, 128), changes=FEW),
     "gsa, tiles of K and V": KernelCase("gsa", 200, (2, 1, 1, 40, 48), changes=FEW),
     "gsa, strong decays": KernelCase("gsa", 130, rate=50.0),
-    "gsa, steep chunks": KernelCase("gsa", 200, (1, 1, 1, 5, 7), 60.0, (0, 64, 130), vanishing=1, changes=FEW),
+    "gsa, steep chunks": KernelCase("gsa", 200, (1, 1, 1, 48, 16), 60.0, (0, 64, 130), vanishing=1, changes=FEW),
     "gsa, the strongest reset": KernelCase("gsa", 150, reset=-3e38),
     "gsa, a document starts the rank": KernelCase("gsa", 200, documents=(0, 64), before=0),
     # With steps of 4 tokens and runs of 8 under the interpreter, of 16 and 64 on a GPU: several of all.
