@@ -99,27 +99,6 @@ def _of_values(
 
 
 @jit
-def _steep_grads(
-    q, k, v, do, state_grads, dq, dk, dg, index, start, first_key, scale, T, H: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """BK columns of the gradients of one steep chunk: a token sees itself, and the state after it the last one."""
-    self_grads = tl.zeros([C], tl.float32)
-    leaving = tl.zeros([BK], tl.float32)
-    for first_value in range(0, V, BV):
-        output_grads = load_tile(do, start, T, H, V, first_value, C, BV).to(tl.float32)
-        self_grads += tl.sum(output_grads * load_tile(v, start, T, H, V, first_value, C, BV), axis=1)
-        last = load_last_row(v, start, T, H, V, first_value, C, BV).to(tl.float32)
-        leaving += tl.sum(last[:, None] * load_states(state_grads, index, K, V, first_key, first_value, BK, BV), axis=0)
-    self_grads = self_grads[:, None] * scale
-    store_tile(dq, self_grads * load_tile(k, start, T, H, K, first_key, C, BK), start, T, H, K, first_key, C, BK)
-    key_grads = self_grads * load_tile(q, start, T, H, K, first_key, C, BK)
-    is_last = tl.arange(0, C) == tl.minimum(C, T - start) - 1
-    store_tile(dk, key_grads + tl.where(is_last[:, None], leaving[None, :], 0.0), start, T, H, K, first_key, C, BK)
-    store_tile(dg, tl.zeros([C, BK], tl.float32), start, T, H, K, first_key, C, BK)
-
-
-@jit
 def plain_grads_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -158,10 +137,22 @@ def plain_grads_kernel(
     of_values = head_offset(batch_head, T, H, V)
     kind = tl.load(kinds + index)
     if kind == STEEP:
-        _steep_grads(
-            q + of_keys, k + of_keys, v + of_values, do + of_values, state_grads, dq + of_keys, dk + of_keys,
-            dg + of_keys, index, start, first_key, scale, T, H, K, V, C, BK, BV,
-        )  # fmt: skip
+        # a token sees itself, and the state after the chunk the last one
+        seen = tl.zeros([C, BV], tl.float32)
+        left = tl.zeros([BV, BK], tl.float32)
+        for first_value in range(0, V, BV):
+            output_grads = load_tile(do + of_values, start, T, H, V, first_value, C, BV).to(tl.float32)
+            seen += output_grads * load_tile(v + of_values, start, T, H, V, first_value, C, BV)
+            last = load_last_row(v + of_values, start, T, H, V, first_value, C, BV).to(tl.float32)
+            left += last[:, None] * load_states(state_grads, index, K, V, first_key, first_value, BK, BV)
+        by_itself = tl.sum(seen, axis=1)[:, None] * scale
+        of_queries = by_itself * load_tile(k + of_keys, start, T, H, K, first_key, C, BK)
+        store_tile(dq + of_keys, of_queries, start, T, H, K, first_key, C, BK)
+        is_last = (rows == tl.minimum(C, T - start) - 1)[:, None]
+        leaving = tl.where(is_last, tl.sum(left, axis=0)[None, :], 0.0)
+        leaving += by_itself * load_tile(q + of_keys, start, T, H, K, first_key, C, BK)
+        store_tile(dk + of_keys, leaving, start, T, H, K, first_key, C, BK)
+        store_tile(dg + of_keys, tl.zeros([C, BK], tl.float32), start, T, H, K, first_key, C, BK)
     elif kind != OTHER:
         grads, _, query_grads, key_grads, passing = _of_values(
             v + of_values, do + of_values, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, False,
@@ -177,10 +168,8 @@ def plain_grads_kernel(
         # tokens before t are all less those from t on
         passing += tl.sum(leaving, axis=0)
         terms = own_queries.to(tl.float32) * query_grads - own_keys.to(tl.float32) * key_grads
-        middle = tl.minimum(start + C // 2, T) - 1
-        columns = first_key + tl.arange(0, BK)
-        reference = tl.load(b + of_keys + middle.to(tl.int64) * H * K + columns, mask=columns < K, other=0.0)
-        distances = sums - reference[None, :]
+        middle = load_last_row(b + of_keys, start, T, H, K, first_key, C // 2, BK)
+        distances = sums - middle[None, :]
         store_tile(dq + of_keys, query_grads * (decay(distances) * scale), start, T, H, K, first_key, C, BK)
         store_tile(dk + of_keys, key_grads * decay(-distances), start, T, H, K, first_key, C, BK)
         parts: tl.constexpr = 2 if v.dtype.element_ty == tl.bfloat16 else 0

@@ -69,21 +69,9 @@ else:
 
 @jit
 def decayed(
-    b,
-    sums,
-    joined,
-    queries,
-    keys,
-    shift,
-    start,
-    T,
-    H,
-    K,
-    first_key,
-    C: tl.constexpr,
-    BK: tl.constexpr,
+    b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr,
     JOINED: tl.constexpr,
-):
+):  # fmt: skip
     """For blocks of 2^shift tokens: [C], which tokens are queries; [C, BK], the factors; [C, BK], X."""
     is_query, factors = split_decays(b, sums, shift, start, T, H, K, first_key, C, BK)
     if JOINED:
