@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from models.parameters import ParameterRule
+from models.parameters import Init, ParameterRule, uniform
 from zeco_train.ops import accumulation_dtype
 
-# `ParameterRule.init`.
-Init = Callable[[Tensor, float, torch.Generator], object]
 # The delta rules' initial time steps: range, and lower bound.
 _STEPS = 0.001, 0.1, 1e-4
 # No draw may be 0, whose logarithm is −∞.
@@ -25,22 +23,16 @@ _LEAST_RATE = 1e-6
 def initial_steps(low: float, high: float, floor: float) -> Init:
     """Initial dt_bias: the inverse of softplus at time steps whose logarithms are uniform."""
 
-    def init(parameter: Tensor, _: float, generator: torch.Generator) -> None:
-        logs = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        steps = logs.uniform_(math.log(low), math.log(high), generator=generator).exp_().clamp_min_(floor)
-        parameter.copy_(steps + torch.log(-torch.expm1(-steps)))
+    def biases(logs: Tensor) -> Tensor:
+        steps = logs.exp_().clamp_min_(floor)
+        return steps + torch.log(-torch.expm1(-steps))
 
-    return init
+    return uniform(math.log(low), math.log(high), biases)
 
 
 def initial_rates(low: float, high: float) -> Init:
     """Initial A_log: logarithms of uniform rates."""
-
-    def init(parameter: Tensor, _: float, generator: torch.Generator) -> None:
-        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        parameter.copy_(values.uniform_(low, high, generator=generator).clamp_min_(_LEAST_RATE).log_())
-
-    return init
+    return uniform(low, high, lambda rates: rates.clamp_min_(_LEAST_RATE).log_())
 
 
 class StepDecay(nn.Module):

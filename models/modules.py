@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from models.parameters import BIAS, SCALE, ParameterRule
+from models.parameters import BIAS, SCALE, ParameterRule, uniform
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.gated_norm import gated_norm, norm_grads, normalise, swish_and_slope
 from zeco_train.ops.mamba2 import output
@@ -115,12 +115,8 @@ class ShortConvolution(nn.Module):
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
         """Initial values as of `torch.nn.Conv1d`."""
-        weight = ParameterRule(self._init, decays=True, draws=1)
+        weight = ParameterRule(uniform(-self._range, self._range), decays=True, draws=1)
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": weight._replace(decays=False)}
-
-    def _init(self, parameter: Tensor, _: float, generator: torch.Generator) -> None:
-        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        parameter.copy_(values.uniform_(-self._range, self._range, generator=generator))
 
 
 def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -11,6 +11,9 @@ from torch.nn import Parameter
 
 from zeco_train.ops import accumulation_dtype
 
+# Sets a parameter's values in place, see `ParameterRule.init`.
+Init = Callable[[Tensor, float, torch.Generator], object]
+
 
 class ParameterRule(NamedTuple):
     """Initialisation and optimizer settings of one parameter.
@@ -28,12 +31,22 @@ class ParameterRule(NamedTuple):
             other threads may draw what follows (`models.initial_values`).
     """
 
-    init: Callable[[Tensor, float, torch.Generator], object]
+    init: Init
     decays: bool
     is_projection: bool = False
     rows: tuple[int, ...] = ()
     wide: bool = False
     draws: int | None = None
+
+
+def uniform(low: float, high: float, of: Callable[[Tensor], Tensor] = lambda values: values) -> Init:
+    """Initial values: a function of numbers from `low` to `high`, which may change them in place."""
+
+    def init(parameter: Tensor, _: float, generator: torch.Generator) -> None:
+        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        parameter.copy_(of(values.uniform_(low, high, generator=generator)))
+
+    return init
 
 
 def _normal(parameter: Tensor, deviation: float, generator: torch.Generator) -> None:

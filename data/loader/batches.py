@@ -24,26 +24,19 @@ TRAINING, VALIDATION = "training", "validation"
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a segment of a micro-batch.
+    """One rank's part of a segment of a micro-batch."""
 
-    Attributes:
-        input_ids: [B, T] int64.
-        labels: [B, T] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences,
-            and documents; of a masked-token task (data.loader.masking) the original token at t. −100 for labels
-            excluded from the loss.
-        position: of the tokens in their sequences, with documents for `reset_state_at_document`.
-        sequence_ids: numbers of the sequences within their epochs; those of a second store continue after those of the
-            first. Empty for padding.
-        is_padding: in validation only: run for matching collectives, and excluded from the loss.
-        step_labels: number of counted labels in the step's global batch; None if every token has one.
-    """
-
-    input_ids: Tensor
+    input_ids: Tensor  # [B, T] int64
+    # [B, T] int64: labels[b, t] is the token after input_ids[b, t], also across shards, segments, sequences, and
+    # documents; of a masked-token task (data.loader.masking) the original token at t. −100 for labels excluded from the
+    # loss.
     labels: Tensor
-    position: SequencePosition
+    position: SequencePosition  # of the tokens in their sequences, with documents for `reset_state_at_document`
+    # Numbers of the sequences within their epochs; those of a second store continue after those of the first. Empty for
+    # padding.
     sequence_ids: list[int]
-    is_padding: bool = False
-    step_labels: int | None = None
+    is_padding: bool = False  # in validation only: run for matching collectives, and excluded from the loss
+    step_labels: int | None = None  # number of counted labels in the step's global batch; None if every token has one
 
 
 @dataclass(frozen=True)

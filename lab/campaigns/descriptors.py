@@ -8,6 +8,7 @@ code: the word is the base of shared memory plus a constant, which no right desc
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -18,17 +19,34 @@ import triton
 # The base of a program's shared memory is computed by one instruction, `ULEA UR, UR, 0x400, 0x18`.
 _BASE = re.compile(r"0x18$")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 _UNIFORM = re.compile(r"UR(\d+)$")
 
 
 def wrong_descriptors(cubin: bytes) -> list[str]:
     """The wgmma instructions of which a descriptor's word is an address that was not shifted."""
+    return _wrong_in(listing_of(cubin))
+
+
+@functools.lru_cache(maxsize=1)
+def listing_of(cubin: bytes) -> str:
+    """The machine code as text, with labels."""
+    return _tool("nvdisasm", "-c", cubin)
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
+    found = _USAGE.search(_tool("cuobjdump", "-res-usage", cubin))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-        listing = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return _wrong_in(listing)
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _wrong_in(listing: str) -> list[str]:

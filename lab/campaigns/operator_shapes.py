@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.campaigns.addresses import wrong_addresses
 from lab.campaigns.descriptors import wrong_descriptors
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
@@ -595,7 +596,8 @@ def report(cases: list[Case], results: dict[int, dict[str, Any]], folder: Path) 
 
 
 def _wrong_code(cubin: Path) -> list[str]:
-    return wrong_descriptors(cubin.read_bytes())
+    code = cubin.read_bytes()
+    return wrong_descriptors(code) + wrong_addresses(cubin.with_suffix(".ptx").read_text(), code)
 
 
 def check_compiled() -> int:
@@ -607,7 +609,7 @@ def check_compiled() -> int:
     wrong = [(cubin, words) for cubin, words in zip(cubins, found, strict=True) if words]
     for cubin, words in wrong[:40]:
         print(f"WRONG CODE {cubin.stem} {cubin.parent.name[:12]}: {words[0]}")
-    print(f"{len(cubins)} compiled kernels, {len(wrong)} with wrong descriptors")
+    print(f"{len(cubins)} compiled kernels, {len(wrong)} with wrong descriptors or addresses")
     return len(wrong)
 
 

@@ -11,20 +11,14 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
+from lab.campaigns.descriptors import usage
 from lab.campaigns.published_shapes import SHAPES, Shape
 from tests.support.kernel_cases import KernelCase, compiling
 from zeco_train.ops.operator import Target, assume
-
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 def lines_of(shape: Shape) -> list[str]:
@@ -32,7 +26,7 @@ def lines_of(shape: Shape) -> list[str]:
     found: dict[str, None] = {}
 
     def seen(name: str, made: Any) -> None:
-        registers, stack = _usage(made.asm["cubin"])
+        registers, stack = usage(made.asm["cubin"])
         data = made.metadata
         found[
             f"{shape!s:<50} {name:<26} {registers:>4} {stack:>5} {data.shared / 1024:>6.0f}"
@@ -43,17 +37,6 @@ def lines_of(shape: Shape) -> list[str]:
     with compiling(90, seen), assume(Target("cuda", (9, 0))):
         case.found(case.tensors(torch.bfloat16, torch.device("cpu")))
     return list(found)
-
-
-def _usage(cubin: bytes) -> tuple[int, ...]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = _USAGE.search(text)
-    assert usage is not None, text
-    return tuple(map(int, usage.groups()))
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """Question: how does the time of All-Scan's chain depend on the number of blocks K, and is the chosen one the best?
 Command: python -m lab.paper.blocks [--ranks 4] [--transport symmetric] [--results FILE] [--name NAME]
-Date: 2026-11-27; 4 CPU ranks of gloo on 2 cores, which others used, too
-Answer: lab/results/paper_blocks_4cpu.json and .png, docs/papers.md.
+Date: 2026-11-27, 4 CPU ranks of gloo on 2 cores, which others used, too; 2026-11-28, 2 × H200, symmetric memory
+Answer: lab/results/paper_blocks_{4cpu,2xh200}.json and .png, docs/papers.md. In one kernel on two GPUs 32 blocks are
+    best up to 4 MiB, one for each of its CTAs, then 64 and 128; the chosen ones, of 16,384 elements, take 1.00 to 1.17
+    of that time.
 
 `bench collectives` measures the chain with K from 1 to 512, and states of 0.5 to 16 MiB. Beside each point are
 
@@ -9,7 +11,8 @@ Answer: lab/results/paper_blocks_4cpu.json and .png, docs/papers.md.
               term counts one hop more than there are, and no message costs anything by itself.
     the model T(K) = (P − 2 + K) (α + β S / K), with the α and β of `zeco_train.collectives.cost_model`; it chooses K
 
-`--results`: of a `bench collectives` run elsewhere. Times are the fastest of the runs, since others used the machine.
+`--results`: of a `bench collectives` run elsewhere, with `all_gather` among its variants. Times are the fastest of the
+runs, since others used the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.paper import store
-from lab.paper.page import commit_of, machine_of
+from lab.paper.page import command_of, commit_of, machine_of
 from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
 from zeco_train.system.command import Parser, docstring
@@ -51,6 +54,7 @@ def rows_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     own = [row for row in result["rows"] if row["variant"].startswith("zeco:chain:") and row.get("median_ms")]
     if any(":symmetric:" in row["variant"] for row in own):
         link = Link.symmetric
+    gathers = {row["size_mb"]: row["min_ms"] for row in result["rows"] if row["variant"] == "all_gather"}
     found: list[dict[str, Any]] = []
     best: list[dict[str, Any]] = []
     for size in sorted({row["size_mb"] for row in own}):
@@ -73,8 +77,16 @@ def rows_of(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         # Of the measured ones the nearest to that of the model; in one kernel blocks have 16,384 elements.
         wanted = load.state_bytes / 4 / 16_384 if link is Link.symmetric else best_blocks(MEASURED[link], load)
         chosen = min(times, key=lambda blocks: abs(blocks - wanted))
-        over = times[chosen]["min_ms"] / times[fastest]["min_ms"]
-        best.append({"size": size, "best_blocks": fastest, "chosen_blocks": chosen, "chosen_over_best": over})
+        least = times[fastest]["min_ms"]
+        best.append(
+            {
+                "size": size,
+                "best_blocks": fastest,
+                "chosen_blocks": chosen,
+                "chosen_over_best": times[chosen]["min_ms"] / least,
+                "best_over_all_gather": least / gathers[size],
+            }
+        )
     return found + best
 
 
@@ -118,9 +130,14 @@ def main(arguments: Sequence[str]) -> int:
     rows = rows_of(result)
     is_symmetric = any(":symmetric:" in row["variant"] for row in result["rows"])
     transport = "symmetric" if is_symmetric else "p2p"
-    command = f"python -m lab.paper.blocks --ranks {result['world_size']} --transport {transport}"
+    facts: dict[str, Any] = {"commit": commit_of(result)}
+    if options.results is None:
+        command = f"python -m lab.paper.blocks --ranks {result['world_size']} --transport {transport}"
+    else:
+        command, packages = command_of(result), result["environment"]["packages"]
+        facts |= {"date": result["created"][:10], "torch": packages["torch"], "triton": packages["triton"]}
     name = options.name or f"paper_blocks_{store.in_names(machine)}{'_symmetric' * is_symmetric}"
-    store.write(store.RESULTS / f"{name}.json", command, machine, rows, commit=commit_of(result))
+    store.write(store.RESULTS / f"{name}.json", command, machine, rows, **facts)
     draw(rows, f"All-Scan's chain by number of blocks ({machine})", store.RESULTS / f"{name}.png")
     return 0
 

@@ -34,7 +34,7 @@ Written by `python -m lab.paper.page` from `lab/paper/tables.toml` and the store
 compares.
 """
 # Of the rows that a column tells apart.
-UNITS = {"ranks": "ranks", "size": "MiB"}
+UNITS = {"ranks": "ranks", "size": "MiB", "size_mb": "MiB"}
 HEADINGS = ["what", "the paper", "here", "how"]
 
 

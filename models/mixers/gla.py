@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,47 +32,29 @@ class FeatureMap(Enum):
     sigmoid = "sigmoid"
 
     def __call__(self, x: Tensor) -> Tensor:
-        match self:
-            case FeatureMap.relu:
-                return F.relu(x)
-            case FeatureMap.sqrelu:
-                return F.relu(x).square()
-            case FeatureMap.silu:
-                return F.silu(x)
-            case FeatureMap.sigmoid:
-                return torch.sigmoid(x)
+        # The others are torch's functions of these names.
+        return F.relu(x).square() if self is FeatureMap.sqrelu else getattr(F, self.value)(x)
 
 
 @dataclass
-class GLAConfig(ExpandedHeadsConfig):
-    """Shape of a GLA model, see `ExpandedHeadsConfig`. The defaults are those of `gla_tiny`.
+class GatedHeadsConfig(ExpandedHeadsConfig):
+    """A model whose heads of queries may share keys, values and decays.
 
     Attributes:
-        gate_low_rank_dim: rank of the projection to the decays.
-        gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
+        gate_logit_normalizer: the log-decay is log-sigmoid of a projection, divided by this.
         num_kv_heads: heads of keys, values and decays; each serves num_heads / num_kv_heads heads of queries. null: as
             many as num_heads.
         feature_map: feature map of queries and keys; null: none.
-        clamp_min: lower bound of the log-decays; null: no bound.
-        use_output_gate: whether a layer's output is gated, by swish of a projection, after its norm.
     """
 
-    mixer: str = "gla"
-
-    expand_k: float = 0.5
-    gate_low_rank_dim: int = 16
     gate_logit_normalizer: int = 16
     num_kv_heads: int | None = None
     feature_map: FeatureMap | None = None
-    clamp_min: float | None = None
-    use_output_gate: bool = True
 
     def validate(self) -> None:
         super().validate()
-        self._require_positive("gate_low_rank_dim", "gate_logit_normalizer")
+        self._require_positive("gate_logit_normalizer")
         self._require_divides_heads("num_kv_heads")
-        if self.clamp_min is not None and not (math.isfinite(self.clamp_min) and self.clamp_min < 0):
-            raise ConfigError("model.clamp_min", self.clamp_min, "bounds log-decays from below: must be finite and < 0")
 
     @property
     def num_kv_groups(self) -> int:
@@ -86,10 +67,37 @@ class GLAConfig(ExpandedHeadsConfig):
         return replace(model, num_kv_heads=None) if self.num_kv_heads == self.num_heads else model
 
     def _variants(self) -> list[str]:
+        own = "none" if self.feature_map is None else self.feature_map.value
         found = [] if self.num_kv_heads is None else [f"{self.num_kv_heads} heads of keys and values"]
-        found += [] if self.feature_map is None else [f"feature map {self.feature_map.value}"]
-        found += [] if self.clamp_min is None else [f"log-decays ≥ {self.clamp_min:g}"]
-        return found + ["no output gate"] * (not self.use_output_gate)
+        return found + [f"feature map {own}"] * (self.feature_map is not type(self).feature_map)
+
+
+@dataclass
+class GLAConfig(GatedHeadsConfig):
+    """Shape of a GLA model, see `GatedHeadsConfig`. The defaults are those of `gla_tiny`.
+
+    Attributes:
+        gate_low_rank_dim: rank of the projection to the decays.
+        clamp_min: lower bound of the log-decays; null: no bound.
+        use_output_gate: whether a layer's output is gated, by swish of a projection, after its norm.
+    """
+
+    mixer: str = "gla"
+
+    expand_k: float = 0.5
+    gate_low_rank_dim: int = 16
+    clamp_min: float | None = None
+    use_output_gate: bool = True
+
+    def validate(self) -> None:
+        super().validate()
+        self._require_positive("gate_low_rank_dim")
+        if self.clamp_min is not None and not (math.isfinite(self.clamp_min) and self.clamp_min < 0):
+            raise ConfigError("model.clamp_min", self.clamp_min, "bounds log-decays from below: must be finite and < 0")
+
+    def _variants(self) -> list[str]:
+        found = [] if self.clamp_min is None else [f"log-decays ≥ {self.clamp_min:g}"]
+        return super()._variants() + found + ["no output gate"] * (not self.use_output_gate)
 
 
 class GatedLinearAttention(OperatorMixer):

@@ -7,16 +7,14 @@ through the decays alone: there is no maximum sequence length.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import ExpandedHeadsConfig
 from models.mixers.base import OperatorMixer, Run
-from models.mixers.gla import FeatureMap
+from models.mixers.gla import FeatureMap, GatedHeadsConfig
 from models.modules import RMSNorm
 from models.projections import Projection, project
 from zeco_train.errors import ConfigError
@@ -27,15 +25,11 @@ _NORM_EPS = 1e-5
 
 
 @dataclass
-class GSAConfig(ExpandedHeadsConfig):
-    """Shape of a GSA model, see `ExpandedHeadsConfig`. The defaults are those of `gsa_tiny`.
+class GSAConfig(GatedHeadsConfig):
+    """Shape of a GSA model, see `GatedHeadsConfig`. The defaults are those of `gsa_tiny`.
 
     Attributes:
-        num_slots: M, slots of a head.
-        gate_logit_normalizer: the log-decay is log-sigmoid of the projection, divided by this.
-        num_kv_heads: heads of keys, values and slots; each serves num_heads / num_kv_heads heads of queries. null: as
-            many as num_heads.
-        feature_map: feature map of queries and keys; null: none.
+        num_slots: M, slots of a head of keys.
         expand_v: 1, since the norm of the layer's output has the width of the model.
     """
 
@@ -43,34 +37,16 @@ class GSAConfig(ExpandedHeadsConfig):
     name: str = "gsa_tiny"
     num_slots: int = 32
     gate_logit_normalizer: int = 8
-    num_kv_heads: int | None = None
     feature_map: FeatureMap | None = FeatureMap.silu
 
     def validate(self) -> None:
         super().validate()
-        self._require_positive("num_slots", "gate_logit_normalizer")
-        self._require_divides_heads("num_kv_heads")
+        self._require_positive("num_slots")
         if self.expand_v != 1:
             raise ConfigError("model.expand_v", self.expand_v, "must be 1: the output's norm is as wide as the model")
 
-    @property
-    def num_kv_groups(self) -> int:
-        """Query heads per head of keys, values and slots."""
-        return self.num_heads // (self.num_kv_heads or self.num_heads)
-
-    def canonical(self) -> Self:
-        """As for all models; `num_kv_heads` equal to `num_heads` becomes None."""
-        model = super().canonical()
-        return replace(model, num_kv_heads=None) if self.num_kv_heads == self.num_heads else model
-
     def _shape_rows(self) -> Mapping[str, str]:
         return {**super()._shape_rows(), "slots": f"{self.num_slots} a head"}
-
-    def _variants(self) -> list[str]:
-        found = [] if self.num_kv_heads is None else [f"{self.num_kv_heads} heads of keys and values"]
-        return found + [f"feature map {self.feature_map.value if self.feature_map else 'none'}"] * (
-            self.feature_map is not FeatureMap.silu
-        )
 
 
 class GatedSlotAttention(OperatorMixer):

@@ -18,7 +18,7 @@ from models.config import LanguageModelConfig
 from models.decays import initial_steps
 from models.mixers.base import OperatorMixer, Run
 from models.modules import ShortConvolution, swiglu
-from models.parameters import PROJECTION, ParameterRule
+from models.parameters import PROJECTION, SCALE, ParameterRule, uniform
 from models.projections import Projection, StackedProjection
 from zeco_train.errors import ConfigError
 
@@ -123,7 +123,7 @@ class Mamba1Decay(nn.Module):
         return {
             "A_log": ParameterRule(_initial_rates, decays=False, wide=True, draws=0),
             "dt_bias": ParameterRule(initial_steps(*self._steps), decays=False, wide=True, draws=1),
-            "D": ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False, wide=True, draws=0),
+            "D": SCALE._replace(wide=True),
         }
 
 
@@ -138,12 +138,8 @@ class TimeSteps(nn.Linear):
         super().__init__(rank, channels, bias=False)
 
     def parameter_rules(self) -> Mapping[str, ParameterRule]:
-        return {"weight": PROJECTION._replace(init=self._init)}
-
-    def _init(self, parameter: Tensor, _: float, generator: torch.Generator) -> None:
-        bound = parameter.shape[1] ** -0.5
-        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        parameter.copy_(values.uniform_(-bound, bound, generator=generator))
+        bound = self.in_features**-0.5
+        return {"weight": PROJECTION._replace(init=uniform(-bound, bound))}
 
 
 class Mamba1(OperatorMixer):

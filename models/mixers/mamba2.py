@@ -18,7 +18,7 @@ from models.decays import initial_rates, initial_steps
 from models.mixers.base import OperatorMixer, Run
 from models.mixers.mamba1 import MambaConfig
 from models.modules import RMSNormOfGated, ShortConvolution
-from models.parameters import ParameterRule
+from models.parameters import SCALE, ParameterRule
 from models.projections import Projection, StackedProjection, parallel_linear
 from zeco_train.errors import ConfigError
 from zeco_train.ops.linear import Matmul
@@ -102,7 +102,7 @@ class Mamba2Decay(nn.Module):
         return {
             "dt_bias": ParameterRule(initial_steps(*self._steps), decays=False, wide=True, draws=1),
             "A_log": ParameterRule(initial_rates(*_A_RANGE), decays=False, wide=True, draws=1),
-            "D": ParameterRule(lambda parameter, *_: parameter.fill_(1), decays=False, wide=True, draws=0),
+            "D": SCALE._replace(wide=True),
         }
 
 

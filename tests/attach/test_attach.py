@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from zeco_train.attach import attached as attached_module
 from zeco_train.attach.inline import _REPLACED, digest_of
 from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.proof import prove
-from zeco_train.errors import ZecoError
+from zeco_train.attach.trainers import of_slice
+from zeco_train.errors import CommunicationError, ZecoError
 
 pytestmark = pytest.mark.numeric
 
@@ -235,6 +237,41 @@ def test_modules_of_a_user_and_parameters_that_differ_are_refused_by_name(rank: 
         model(**attached.shard(make_batch(1, 8)))
     attached.detach()
     assert all(layer._gradient_checkpointing_func is own for layer in model.transformer.h)
+
+
+@on_ranks(2)
+def test_ranks_with_other_batches_are_told_at_the_first_call(rank: int, size: int) -> None:
+    attach_models.hide_fla()
+    model: Any = build("gpt2", n_layer=1)
+    attached, whole = attach(model), make_batch(2, 20)
+    ids = whole["input_ids"]
+    own = ids[:, 10 * rank : 10 * rank + 10]
+    for what, part in [
+        ("input_ids", lambda: attached.shard({**whole, "input_ids": ids.flip(rank)})),
+        ("input_ids", lambda: attached.shard({"input_ids": own})),
+        ("lengths", lambda: attached.shard({"input_ids": ids[:, : 20 - rank]})),
+        ("documents", lambda: attached.shard(whole, [0, 5 + rank, 20])),
+        ("num_items_in_batch", lambda: attached.shard({**whole, "num_items_in_batch": torch.tensor(30 + rank)})),
+    ]:
+        with pytest.raises(AttachError, match=f"^{what}: differs between ranks 0 and 1 of the group"):
+            model(**part())
+    with pytest.raises(AttachError, match=r"^input_ids: differs"):
+        verify(attached, {"input_ids": ids.flip(rank)})
+    with pytest.warns(UserWarning, match=r"^input_ids: all ranks have the same tokens"):
+        model(**of_slice(attached, ids))
+    # A comparison costs a message, so there is one.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", lambda *args, **kwargs: pytest.fail("compared again"))
+        model(**attached.shard(whole))
+    attached.detach()
+    attached = attach(model)
+    model(**attached.shard({"inputs_embeds": model.transformer.wte(ids)}))
+    attached.detach()
+    attached = attach(model, timeout=timedelta(seconds=8))  # also the longest wait of a busy machine's other rank
+    if rank == 0:
+        with pytest.raises(CommunicationError, match=r"^rank 0: comparing parameters or the first batch"):
+            model(**attached.shard(whole))
+    dist.barrier()
 
 
 @on_ranks(2)

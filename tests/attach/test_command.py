@@ -17,7 +17,7 @@ from tests.support.attach_models import save
 from tests.support.commands import REPOSITORY
 from tests.support.distributed import run_distributed
 from zeco_train.attach import AttachError, proof
-from zeco_train.attach.__main__ import main
+from zeco_train.attach.__main__ import build, main
 
 # Without torch or this project's parts; by the entry point where the project is installed with it.
 OPTION = """
@@ -146,6 +146,23 @@ def test_a_strangers_folder_is_data(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert line in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"moe_intermediate_size": 24},
+            r"experts\.down_proj has the shape \[6, 32, 16\], config\.json asks for \[6, 32, 24\]",
+        ),
+        ({"num_hidden_layers": 1, "layer_types": ["linear_attention"]}, r"has model\.layers\.1.* does not describe"),
+        ({"attention_bias": True}, r"layers\.1\.self_attn\.k_proj\.bias is missing, which config\.json asks for"),
+    ],
+)
+def test_weights_are_those_of_the_configuration(changes: dict[str, Any], problem: str, folder: Path) -> None:
+    wrong(folder, **changes)
+    with pytest.raises(AttachError, match=problem):
+        build(folder, "fp32", 0, has_weights=True)
 
 
 @pytest.mark.parametrize(

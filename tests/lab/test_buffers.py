@@ -1,5 +1,6 @@
-"""The search for buffers that a pipelined loop overwrites, on a loop as Triton prints it."""
+"""The searches for faults of compilers: buffers that a pipelined loop overwrites, and addresses of shared memory."""
 
+from lab.campaigns.addresses import judged
 from lab.campaigns.buffers import overwritten_buffers
 
 LOOP = """
@@ -21,3 +22,24 @@ LOOP = """
 def test_products_in_flight_need_one_buffer_more_than_copies_ahead() -> None:
     for buffers, pendings, wrong in ((2, 1, ["%tiles of 2"]), (3, 1, []), (2, 0, [])):
         assert overwritten_buffers(LOOP.format(buffers=buffers, pendings=pendings)) == wrong
+
+
+PTX = """.reqntid 64
+  and.b32 %r1, %tid.x, 56;
+  shl.b32 %r2, %r1, 1;
+  xor.b32 %r3, %tid.x, %r2;
+  st.shared.b32 [%r3+4096], %r9;
+"""
+CODE = """
+  S2R R1, SR_TID.X ;
+  LOP3.LUT R3, R1, 0x38, RZ, 0xc0, !PT ;
+  LEA {}, R3, R1, 0x7 ;
+  IMAD.SHL.U32 R4, R3.reuse, 0x2, RZ ;
+  LOP3.LUT R4, R4, R1, RZ, 0x3c, !PT ;
+  STS [R4+0x1000], R9 ;
+"""
+
+
+def test_register_overwritten_before_it_is_read_makes_another_address() -> None:
+    assert judged(PTX, CODE.format("R14")) == ([], 1, 1)
+    assert judged(PTX, CODE.format("R3")).wrong[0] == "STS [R4+0x1000], R9"

@@ -6,10 +6,13 @@ import ast
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from lab import all_scan_protocol, ulysses_stores
+from lab import all_scan_protocol, huge, ulysses_stores
 from lab.campaigns import scan_shapes
 from tests.support.commands import REPOSITORY, Command
 
@@ -66,3 +69,20 @@ def test_strided_stores_of_heads_need_their_rules() -> None:
 
 def test_scans_of_a_random_shape_are_right() -> None:
     assert scan_shapes.by_messages(0, 0.1) > 0
+
+
+def test_huge_detects_error_in_last_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge, "_TOKENS", 128)
+    sequence = huge.huge_sequence(torch.float32, 0, value_dim=4, elements=128 * 4 * 4)
+    assert (sequence.heads, sequence.key_dim) == (5, 64)
+    sound = huge.huge_deviations(sequence, torch.device("cpu"))
+    assert all(deviation.error < 1e-5 for deviation in sound.values())
+    run = huge.run_on_ranks
+
+    def overflowing(*args: Any) -> dict[str, Tensor]:
+        results = run(*args)
+        results["dv"][:, -1, -1] = 0
+        return results
+
+    monkeypatch.setattr(huge, "run_on_ranks", overflowing)
+    assert huge.huge_deviations(sequence, torch.device("cpu"))["dv"].error > 1e-2

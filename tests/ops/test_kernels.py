@@ -269,10 +269,12 @@ def compiled(rank: int, world_size: int, capability: int, dtype: torch.dtype, ca
 @pytest.mark.slow
 def test_kernels_compile_within_shared_memory() -> None:
     """The GPU compiler runs without a GPU and refuses code that the interpreter accepts: narrow tiles of odd sizes."""
-    case = KernelCase("gla", 192, (1, 2, 2, 40, 24), 0.2, (0, 70))
-    found = run_distributed(compiled, 1, 90, torch.bfloat16, case, fresh=True)[0]
-    assert len(found) == 8
-    assert max(found.values()) <= SHARED_MEMORY[90], found
+    odd = KernelCase("gla", 192, (1, 2, 2, 40, 24), 0.2, (0, 70))
+    miscompiled = KernelCase("delta", 65, (1, 1, 1, 64, 16), documents=(0, 6))
+    for case, count in ((odd, 8), (miscompiled, 5)):
+        found = run_distributed(compiled, 1, 90, torch.bfloat16, case, fresh=True)[0]
+        assert len(found) == count
+        assert max(found.values()) <= SHARED_MEMORY[90], found
 
 
 def _crossing_restarts(rank: int, world_size: int, rules: list[str]) -> list[str]:

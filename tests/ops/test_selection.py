@@ -210,16 +210,17 @@ def test_stored_measurements_are_of_operators_that_are_asked_about() -> None:
     assert all(row.slow_down > 0 and row.dtype in ("bf16", "fp32") for row in stored_slow_downs().rows)
 
 
-def test_products_in_place_of_flash_attention_keep_fp32_sums_of_bf16_heads() -> None:
+def test_products_in_place_of_flash_attention_keep_fp32_sums_of_bf16_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they serve heads that FlashAttention refuses; the same formula, forced on a CPU."""
+    monkeypatch.setattr(sdpa, "_is_for_torch", lambda q, v: False)
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(1, 2, 40, 36, dtype=FP64) for _ in range(4))
     mask = torch.zeros(40, 40).masked_fill_(torch.ones(40, 40).triu(1).bool(), -torch.inf)
 
     def results(dtype: torch.dtype) -> tuple[Tensor, ...]:
         as_given = [x.bfloat16().to(dtype) for x in (q, k, v, do)]
-        o, lse = sdpa._products(*as_given[:3], mask.to(dtype), 36**-0.5)
-        return o, lse, *sdpa._products_backward(as_given[3], *as_given[:3], o, lse, mask.to(dtype), 36**-0.5)
+        o, lse = sdpa._forward(*as_given[:3], mask.to(dtype), 36**-0.5)
+        return o, lse, *sdpa._backward(as_given[3], *as_given[:3], o, lse, mask.to(dtype), 36**-0.5)
 
     for found, expected in zip(results(BF16), results(FP64), strict=True):
         assert found.dtype is FP32

@@ -162,8 +162,8 @@ MODELS: dict[str, Model] = {
             "v_head_dim": 8,
             "linear_num_heads": 4,
             "linear_head_dim": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_experts": 6,
+            "num_experts_per_token": 2,
             "moe_intermediate_size": 16,
             "pad_token_id": 0,
         },
@@ -204,12 +204,12 @@ def hide_fla() -> None:
     sys.modules["fla"] = None  # type: ignore[assignment]
 
 
-def build(name: str, **changes: Any) -> nn.Module:
+def build(name: str | Model, **changes: Any) -> nn.Module:
     """A model in fp64, in training mode, with weights that make all parts matter; the same at each call."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    kind = MODELS[name]
+    kind = MODELS[name] if isinstance(name, str) else name
     config = getattr(transformers, kind.name + kind.config)(**{**kind.sizes, **changes})
     config._attn_implementation = config._experts_implementation = "eager"
     before = torch.get_default_dtype()

@@ -113,12 +113,13 @@ class KernelCase:
 def compiling(capability: int, seen: Callable[[str, Any], object] | None = None) -> Iterator[dict[str, int]]:
     """Compile the kernels launched inside for such GPUs, which this machine need not have, instead of running them.
 
-    Yields the shared memory of each kernel, in bytes per program; wrong descriptors in machine code, and buffers that
-    are overwritten too early, are an AssertionError. `seen` gets each kernel's name and what the compiler made.
+    Yields the shared memory of each kernel, in bytes per program. `seen` gets each one's name and what the compiler
+    made. Wrong descriptors or addresses in machine code, and buffers overwritten too early, are an AssertionError.
     """
     from triton.backends.compiler import GPUTarget  # late: the mode is fixed at import
     from triton.runtime import JITFunction, driver
 
+    from lab.campaigns.addresses import wrong_addresses
     from lab.campaigns.buffers import overwritten_buffers
     from lab.campaigns.descriptors import wrong_descriptors
 
@@ -128,10 +129,11 @@ def compiling(capability: int, seen: Callable[[str, Any], object] | None = None)
         def launch(*arguments: Any, **constants: Any) -> None:
             made = kernel.warmup(*arguments, grid=grid, **constants)
             wrong = overwritten_buffers(made.asm["ttgir"])
-            wrong += wrong_descriptors(made.asm["cubin"]) if capability == 90 else []
-            assert not wrong, f"{kernel.fn.__name__}: {wrong}"
+            if capability == 90:
+                wrong += wrong_descriptors(made.asm["cubin"]) + wrong_addresses(made.asm["ptx"], made.asm["cubin"])
             if seen is not None:
                 seen(kernel.fn.__name__, made)
+            assert not wrong, f"{kernel.fn.__name__}: {wrong}"
             shared[kernel.fn.__name__] = max(shared.get(kernel.fn.__name__, 0), made.metadata.shared)
 
         return launch

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tests.support.commands import TORCHRUN, Command, Outcome, check_line
-from tests.support.comparison import largest
 from tests.support.distributed import run_distributed
 from zeco_train.config.overrides import load_settings
 from zeco_train.lifecycle.join import Launch
@@ -32,7 +31,6 @@ from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.files import jsonable
 from zeco_train.verify import __main__ as command
 from zeco_train.verify import cases
-from zeco_train.verify import runs as huge
 from zeco_train.verify.config import LIMITS, METHODS, VerifyConfig
 from zeco_train.verify.reference import ALONE, exact
 from zeco_train.verify.report import Deviation, VerifyRow, deviations, line, relative_error, summary
@@ -287,7 +285,6 @@ def test_wrong_result_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> N
         ("token=[64]", ("token=[64]", "tokens")),
         ("dtypes=[fp64,fp64]", ("dtypes", "twice")),
         ("sp_sizes=[2]", ("sp_sizes=2", "must divide the number of ranks: 1")),
-        ("huge=true", ("huge=true", "needs a CUDA device")),
         ("documents=perhaps", ("documents=perhaps", "true or false")),
         ("heads=0", ("heads=0", "≥ 1")),
         ("out=/no/such/folder/results.json", ("out=/no/such/folder/results.json", "does not exist")),
@@ -335,24 +332,6 @@ def test_documents_straddle_ranks_and_start_at_an_edge() -> None:
     borders = [found.tolist() for position in positions if (found := position.cu_seqlens()) is not None]
     assert borders == [[0, 3, 21, 32, 64], [0, 64], [0, 16, 64], [0, 32, 64]]
     assert replace(whole, carry=False).position(local_exchange(), 0).before() == 0
-
-
-def test_huge_detects_error_in_last_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge, "_TOKENS", 128)
-    config = load_settings(VerifyConfig, ["value_dim=4"])
-    sequence = huge.huge_sequence(config, torch.float32, "a test", elements=128 * 4 * 4)
-    assert (sequence.heads, sequence.key_dim) == (5, 64)
-    sound = huge.huge_deviations(sequence, CPU)
-    assert largest(deviation.error for deviation in sound.values()) < 1e-5
-    run = huge.run_on_ranks
-
-    def overflowing(*args: Any) -> dict[str, Tensor]:
-        results = run(*args)
-        results["dv"][:, -1, -1] = 0
-        return results
-
-    monkeypatch.setattr(huge, "run_on_ranks", overflowing)
-    assert huge.huge_deviations(sequence, CPU)["dv"].error > 1e-2
 
 
 def test_non_finite_results_never_pass() -> None:

@@ -109,13 +109,26 @@ def _verify(arguments: list[str]) -> int:
 
 
 def build(folder: Path, dtype: str, seed: int, *, has_weights: bool) -> nn.Module:
-    """The model of a folder on the CPU, by transformers' own class: the folder's code is never run."""
+    """The model of a folder on the CPU, by transformers' own class: the folder's code is never run.
+
+    Raises AttachError if its weights are not those of its config.json.
+    """
     _quiet()
     from transformers import AutoModelForCausalLM
 
     safe: dict[str, Any] = {"trust_remote_code": False, "dtype": _DTYPES[dtype]}
     if has_weights:
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True, **safe)
+        # Otherwise transformers draws the numbers of what is missing, and says so in a warning.
+        safe |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True, **safe)
+        model, found = loaded
+        wrong = {name: f"has {name}, which {HF_CONFIG_FILE} does not describe" for name in found["unexpected_keys"]}
+        wrong |= {name: f"{name} is missing, which {HF_CONFIG_FILE} asks for" for name in found["missing_keys"]}
+        for name, stored, shape in found["mismatched_keys"]:
+            wrong[name] = f"{name} has the shape {[*stored]}, {HF_CONFIG_FILE} asks for {[*shape]}"
+        if wrong:
+            raise AttachError(f"{folder}: {wrong[min(wrong)]}")
+        return model
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(_config(folder), **safe)
 

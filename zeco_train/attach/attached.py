@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,9 +26,9 @@ from zeco_train.attach.inline import inline_of
 from zeco_train.attach.layers import MIXING_MODULES, find_layers, forward_of, names_of
 from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.losses import LOSSES, check_labels, check_losses, redirect_loss
-from zeco_train.attach.shard import POSITION, Documents, cut
+from zeco_train.attach.shard import POSITION, Documents, checksum, cut
 from zeco_train.attach.softmax import IMPLEMENTATION, register
-from zeco_train.errors import ConfigError
+from zeco_train.errors import CommunicationError, ConfigError
 from zeco_train.sp.attention.method_registry import AttentionChoice
 from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import GroupExchange
@@ -73,6 +74,7 @@ def attach(
 
     Raises:
         AttachError: a module that would be wrong over ranks, or a parameter that differs between them, by its name.
+        CommunicationError: a rank of the group is missing.
         ConfigError: an unknown method; torch.distributed is not initialised, or this process is not in the group.
     """
     if attention not in AttentionChoice.__members__:
@@ -115,6 +117,7 @@ class Attached:
         self._settings: list[tuple[Any, str, Any]] = []
         self._own: list[tuple[Any, str, Any]] = []
         self._blocks = 0
+        self._is_compared = self.size == 1
         try:
             self._attach()
         except BaseException:
@@ -209,12 +212,23 @@ class Attached:
             raise AttachError(f"{type(self._root).__name__}: takes no position_ids, so positions would be a rank's own")
 
     def _check_parameters(self) -> None:
-        mine = {name: (tuple(x.shape), _checksum(x)) for name, x in self.model.named_parameters()}
+        self._compare(
+            {n: (tuple(x.shape), _checksum(x)) for n, x in self.model.named_parameters()}, "load the same on all"
+        )
+
+    # Refuses the first name whose value differs between ranks; returns every rank's `own`.
+    def _compare(self, mine: dict[str, Any], remedy: str, own: int | None = None) -> list[int | None]:
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        for rank, theirs in enumerate(everyone):
-            if wrong := [name for name in everyone[0] | theirs if theirs.get(name) != everyone[0].get(name)]:
-                raise AttachError(f"{wrong[0]}: differs between ranks 0 and {rank} of the group; load the same on all")
+        try:
+            dist.all_gather_object(everyone, (mine, own), group=self._over.group_with_timeout)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+            raise CommunicationError(self.rank, "comparing parameters or the first batch", problem) from error
+        for rank, (theirs, _) in enumerate(everyone):
+            first = everyone[0][0]
+            if wrong := [name for name in first | theirs if theirs.get(name) != first.get(name)]:
+                raise AttachError(f"{wrong[0]}: differs between ranks 0 and {rank} of the group; {remedy}")
+        return [own for _, own in everyone]
 
     def _attach(self) -> None:
         handled = {layer.module for layer in self.attached}
@@ -284,6 +298,7 @@ class Attached:
             raise AttachError("input_ids: missing, and inputs_embeds, too")
         self._check_position(position, tokens)
         check_labels(self._root, self._names, kwargs)
+        self._compare_batches(position, tokens, kwargs.get("num_items_in_batch"))
         positions, mask = kwargs.get("position_ids"), kwargs.pop("attention_mask", None)
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
             raise AttachError("attention_mask: give it to `shard`, which cuts it")
@@ -313,6 +328,26 @@ class Attached:
         if (position.rank, len(position.bounds)) != (self.rank, self.size + 1):
             of = f"rank {position.rank} of {len(position.bounds) - 1}"
             raise AttachError(f"{POSITION}: of {of}, this is rank {self.rank} of {self.size}")
+
+    # At the first call only: a program that gives the ranks different batches does so from the start.
+    @torch.compiler.disable
+    def _compare_batches(self, position: Any, tokens: torch.Tensor, count: Any) -> None:
+        if self._is_compared:
+            return
+        whole, own = (None if x is None else int(x) for x in (position.whole, checksum(tokens)))
+        mine = {
+            "lengths": (len(tokens), position.bounds),
+            "documents": position.documents and [each.tolist() for each in position.documents],
+            "input_ids": whole,
+            "num_items_in_batch": None if count is None else float(count),
+        }
+        everyone = self._compare(mine, "`shard` takes the same whole batch on each", own)
+        # Of zeros, where a trainer has cut the tokens: see `of_slice`. Not refused: slices may be equal.
+        if whole == 0 and own and {*everyone} == {own}:
+            warnings.warn(
+                "input_ids: all ranks have the same tokens; each has its own slice of the sequences", stacklevel=3
+            )
+        self._is_compared = True
 
     def _wrap_checkpoints(self, model: nn.Module) -> None:
         # Each time: a trainer may enable checkpointing, or change its function, whenever it likes.

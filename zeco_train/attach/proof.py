@@ -233,8 +233,6 @@ def _prove(
             if rank == 0:
                 hand_in(proof)
     except ZecoError as error:
-        if rank:
-            raise
         hand_in(error)
 
 

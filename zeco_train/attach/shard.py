@@ -12,7 +12,7 @@ from torch import Tensor
 from zeco_train.attach.forward import AttachError
 from zeco_train.ops.position import SequencePosition, checked_borders, even_bounds
 
-# The position of a rank's tokens in a batch, a `SequencePosition`.
+# The position of a rank's tokens in a batch, a `SlicePosition`.
 POSITION = "sequence_position"
 IGNORED = -100
 # Along tokens.
@@ -38,6 +38,19 @@ _KEPT = (
 )
 
 Documents = Tensor | Sequence[int] | Sequence[Sequence[int] | Tensor]
+
+
+class SlicePosition(SequencePosition):
+    """Where a rank's tokens lie in the sequences that they were cut from."""
+
+    whole: Tensor | None = None  # checksum of those, [] int64; None: of no token ids
+
+
+def checksum(tokens: Tensor) -> Tensor | None:
+    """[] int64, on the tokens' device, of token ids [B, T] in their places; None for what else a model may be given."""
+    if tokens.is_floating_point():
+        return None
+    return (tokens.flatten() * torch.arange(1, tokens.numel() + 1, device=tokens.device)).sum()
 
 
 def cut(
@@ -67,7 +80,8 @@ def cut(
     part = {name: batch[name][:, own] for name in _BY_TOKEN if name in batch}
     part |= {name: batch[name] for name in _KEPT if name in batch and name != "position_ids"}
     part["position_ids"] = _positions(batch.get("position_ids"), borders, rows, seq_len, tokens.device)[:, own]
-    part[POSITION] = SequencePosition(bounds, rank, documents=borders)
+    part[POSITION] = SlicePosition(bounds, rank, documents=borders)
+    vars(part[POSITION])["whole"] = checksum(tokens)
     is_token = _tokens(batch.get("attention_mask"), rows, seq_len)
     if is_token is not None:
         part["attention_mask"] = is_token[:, own]

@@ -66,15 +66,11 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves and loads a run's state; every method except `close` is collective.
-
-    Attributes:
-        folder: holds the checkpoints.
-        group: a separate group of all ranks, since the save thread communicates while the main thread trains.
-    """
+    """Saves and loads a run's state; every method except `close` is collective."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, mesh: ProcessMesh) -> None:
         self.folder, self._run_dir, self._config, self._mesh = run_dir / CHECKPOINT_FOLDER, run_dir, config, mesh
+        # Of its own, since the save thread communicates while the main thread trains.
         self.group = host_group(mesh)
         self._stager: DefaultStager | None = None
         self._save: _Save | None = None

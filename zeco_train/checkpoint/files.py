@@ -54,21 +54,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """A run's progress; together with weights, optimizer state and RNG it is the run's whole state.
-
-    Attributes:
-        sequences: consumed; the whole state of the data loader.
-        logger_run_id: the run's id in W&B.
-        skipped: steps skipped for a non-finite loss or gradient, over the whole run; they count as done.
-        skipped_in_row: consecutive skipped steps up to now.
-    """
+    """A run's progress; together with weights, optimizer state and RNG it is the run's whole state."""
 
     step: int = 0
-    sequences: int = 0
+    sequences: int = 0  # consumed; the whole state of the data loader
     tokens: int = 0
-    logger_run_id: str | None = None
-    skipped: int = 0
-    skipped_in_row: int = 0
+    logger_run_id: str | None = None  # in W&B
+    skipped: int = 0  # steps skipped for a non-finite loss or gradient, over the whole run; they count as done
+    skipped_in_row: int = 0  # consecutive ones up to now
 
     def advance(self, sequences: int, tokens: int, skipped: bool = False) -> None:
         """Count one more optimizer step, `skipped` or not."""

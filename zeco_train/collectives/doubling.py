@@ -63,15 +63,15 @@ class _Round:
 class Rounds:
     """The rounds of this rank over the places p, p ± stride, …: all ranks, or equal local ranks of nodes."""
 
-    def __init__(self, wire: Wire, stride: int, format: Format, name: str) -> None:
-        self._wire, self._stride, self._format, self._name = wire, stride, format, name
+    def __init__(self, wire: Wire, stride: int, format: Format) -> None:
+        self._wire, self._stride, self._format = wire, stride, format
         self._place, self._places = wire.position // stride, wire.size // stride
 
     def post(self, tags: range) -> None:
         """Post the receives of all rounds, with one tag each."""
         self._rounds: list[_Round] = []
         for number, tag in enumerate(tags):
-            name, distance = f"{self._name} {number}", 1 << number
+            name, distance = f"round {number}", 1 << number
             source, receive, received = self._place - distance, None, None
             if source >= 0:
                 # The sender's pair covers `distance` places up to itself; if the first is one, it has no transition.
@@ -141,7 +141,7 @@ class _Doubling(ScanJob):
     def post(self) -> None:
         if self.wire.is_first:
             self.scan.incoming.set_result(self.request.first_incoming())
-        self._rounds = Rounds(self.wire, 1, _format(self.request), "round")
+        self._rounds = Rounds(self.wire, 1, _format(self.request))
         self._rounds.post(self._tags)
 
     def run(self) -> None:

@@ -73,7 +73,7 @@ class _LaneScan(ScanJob):
             )
         )
         self._mates = mates
-        self._rounds = Rounds(wire, self._per_node, self._format(message), "round")
+        self._rounds = Rounds(wire, self._per_node, self._format(message))
         self._rounds.post(self._tags[_EXCHANGES:])
         self._arriving, self._sends = gathering.start(
             [Message(message[place], position, "slices") for place, position in mates]

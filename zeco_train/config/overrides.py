@@ -139,23 +139,6 @@ def set_keys(overrides: Sequence[str], groups: Collection[str]) -> set[str]:
     return {key for key, value in leaves if key not in groups}
 
 
-def _values(
-    overrides: Sequence[str], groups: Collection[str], schema: Any, example: str
-) -> Iterator[tuple[str, Any, Any, Override]]:
-    # Of each key that overrides set: its name, the value, the value as it was written, and the override.
-    for text in overrides:
-        override = _parse(text, example)
-        key, value, shown = override.key_or_group, override.value(), text.partition("=")[2]
-        if key in groups and not isinstance(value, dict):
-            continue
-        if _takes_text(key, schema):
-            is_quoted = isinstance(value, str) and shown[:1] in ("'", '"')
-            yield key, value if value is None or is_quoted else shown, shown, override
-            continue
-        for name, part in _leaves(key, value):
-            yield name, part, shown if name == key else part, override
-
-
 def _takes_text(key: str, schema: Any) -> bool:
     kind = _type_of(key, schema)
     return str in (kind, *typing.get_args(kind)) and typing.get_origin(kind) is not list
@@ -172,12 +155,22 @@ def apply_overrides(
     Raises:
         ConfigError: names the key, its value and what is allowed.
     """
-    values = {}
-    for key, value, shown, override in _values(overrides, groups, OmegaConf.get_type(settings), example):
-        _check_value(key, value, shown, settings, groups)
-        if override.type is OverrideType.ADD:
-            raise ConfigError(f"+{key}", shown, f"the key exists; write {key}={shown}")
-        values[key] = shown
+    schema, values = OmegaConf.get_type(settings), dict[str, Any]()
+    for text in overrides:
+        override = _parse(text, example)
+        key, value, shown = override.key_or_group, override.value(), text.partition("=")[2]
+        if key in groups and not isinstance(value, dict):
+            continue
+        if _takes_text(key, schema):
+            is_quoted = isinstance(value, str) and shown[:1] in ("'", '"')
+            leaves = [(key, value if value is None or is_quoted else shown, shown)]
+        else:
+            leaves = [(name, part, shown if name == key else part) for name, part in _leaves(key, value)]
+        for name, part, written in leaves:
+            _check_value(name, part, written, settings, groups)
+            if override.type is OverrideType.ADD:
+                raise ConfigError(f"+{name}", written, f"the key exists; write {name}={written}")
+            values[name] = written
     return values
 
 

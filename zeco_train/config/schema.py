@@ -21,15 +21,7 @@ from models.config import LanguageModelConfig
 from models.mixer_registry import DEFAULT_CONFIG, check_document, describe_mixer, describe_mixers
 from zeco_train.checkpoint.config import CheckpointConfig
 from zeco_train.config import composing
-from zeco_train.config.composing import (
-    MIXER,
-    NOTHING,
-    choose_files,
-    compose_files,
-    config_class,
-    explain,
-    stored_class,
-)
+from zeco_train.config.composing import MIXER, NOTHING, choose_files, compose_files, config_class, explain, stored_class
 from zeco_train.config.help import Key, describe_groups, keys_of
 from zeco_train.config.overrides import apply_overrides, check_groups, find_value, is_of, of_groups
 from zeco_train.config.rules import check_attention, check_strategy, check_task

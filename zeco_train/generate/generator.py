@@ -138,9 +138,6 @@ class Generator:
         prefill_tokens: maximum prompt tokens per rank and prefill piece; bounds memory.
         batch: texts decoded at once per rank.
         stop: polled periodically; a nonzero value on any rank ends all texts.
-
-    Attributes:
-        speed: totals over all calls so far.
     """
 
     def __init__(
@@ -162,7 +159,7 @@ class Generator:
         self._prefill = Prefill(model, mesh, exchange, prefill_tokens)
         self._batch, self._cuda_graph = batch, cuda_graph
         self._ranks = _Synchronizer(mesh, stop)
-        self.speed = Speed()
+        self.speed = Speed()  # totals over all calls so far
 
     @property
     def stopped_by(self) -> int:

@@ -20,9 +20,6 @@ class Printer:
         samples: per prompt.
         out: output stream. On a terminal, control characters in generated text are escaped; a file or a pipe gets the
             text unchanged.
-
-    Attributes:
-        is_closed: the reader has closed the pipe, as after `| head`.
     """
 
     def __init__(self, total: int, samples: int, out: TextIO, stream: bool = True) -> None:
@@ -33,7 +30,7 @@ class Printer:
         # The text being printed, and whether its heading has been printed.
         self._current, self._is_begun = 0, False
         self._last = "\n"
-        self.is_closed = False
+        self.is_closed = False  # the reader has closed the pipe, as after `| head`
 
     def emit(self, prompt: int, sample: int, piece: str, is_last: bool) -> None:
         number = prompt * self._samples + sample

@@ -19,16 +19,11 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class FileTensors:
-    """Tensors of a file and the parameters whose rows they hold.
+    """Tensors of a file and the parameters whose rows they hold."""
 
-    Attributes:
-        ours, theirs: names, in the order of the rows.
-        blocks: equal parts of the rows, in each of which lie, one after the other, equal parts of all parameters.
-    """
-
-    ours: tuple[str, ...]
+    ours: tuple[str, ...]  # names, in the order of the rows, as are the next
     theirs: tuple[str, ...]
-    blocks: int = 1
+    blocks: int = 1  # equal parts of the rows, in each of which lie, one after the other, equal parts of all parameters
 
     @property
     def is_one(self) -> bool:

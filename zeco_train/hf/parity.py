@@ -69,18 +69,13 @@ class ParitySettings:
 
 @dataclass(frozen=True)
 class Parity:
-    """Comparison of the two models in one dtype.
-
-    Attributes:
-        error: relative error between the logits, ‖ours − theirs‖ / ‖theirs‖.
-        ours, theirs: relative error of each against our logits in fp64.
-        same: by kind of text (greedy, drawn): number of equal tokens before the first difference, and total.
-    """
+    """Comparison of the two models in one dtype."""
 
     dtype: Dtype
-    error: float
-    ours: float
+    error: float  # relative error between the logits, ‖ours − theirs‖ / ‖theirs‖
+    ours: float  # relative error of each against our logits in fp64
     theirs: float
+    # By kind of text (greedy, drawn): number of equal tokens before the first difference, and total.
     same: dict[str, tuple[int, int]]
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -47,23 +47,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """Location and metadata of a trained model, without its weights.
+    """Location and metadata of a trained model, without its weights."""
 
-    Attributes:
-        path: folder of the weights: a checkpoint, or an export.
-        config: of the run that trained it, without run_dir, data.cache_dir and checkpoint.load; None if unknown, as for
-            other programs' exports.
-        step: at which it was saved; None if unknown.
-        tokenizer_info: `StoreMeta.tokenizer` of its training data.
-        folders: searched in order for the tokenizer's files.
-    """
-
-    path: Path
+    path: Path  # folder of the weights: a checkpoint, or an export
     model: LanguageModelConfig
+    # Of the run that trained it, without run_dir, data.cache_dir and checkpoint.load; None if unknown, as for other
+    # programs' exports.
     config: Config | None
-    step: int | None
-    tokenizer_info: Mapping[str, str]
-    folders: tuple[Path, ...] = field(default=())
+    step: int | None  # at which it was saved; None if unknown
+    tokenizer_info: Mapping[str, str]  # `StoreMeta.tokenizer` of its training data
+    folders: tuple[Path, ...] = ()  # searched in order for the tokenizer's files
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -84,12 +84,6 @@ class Watchdog:
 
     Without a store there are no heartbeats, and no rank can be blamed. `remedy` is advice to the user about a lost
     rank, `timeout_key` the setting of the communication timeout.
-
-    Attributes:
-        activity: what this rank is doing, for errors.
-        board: the launcher's store.
-        postmortem: this rank's stacks and flight records.
-        is_terminated: this rank has received SIGTERM since `guard`.
     """
 
     def __init__(
@@ -98,8 +92,8 @@ class Watchdog:
         self._launch, self._remedy, self._timeout_key = launch, remedy, timeout_key
         self.board = Board(launch, store, ANSWER_SECONDS)
         self.postmortem = Postmortem(launch.rank)
-        self.activity = "start"
-        self.is_terminated = False
+        self.activity = "start"  # what this rank is doing, for errors
+        self.is_terminated = False  # whether this rank has received SIGTERM since `guard`
         self._stop = threading.Event()
         # Held by the thread that ends this process because of a failure; reentrant, since `Job.fail` calls `abandon`.
         self._ending = threading.RLock()

@@ -49,7 +49,17 @@ def attend_at(
     """
     caches = [state_input.carry_in for state_input in state_inputs if state_input.carry_in is not None]
     if caches:
-        o = _attend_after(q, k, v, scale, position, caches, window)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *caches)):
+            problem = "softmax layers have no gradient through keys of earlier segments: train.segments must be 1"
+            raise NotImplementedError(problem)
+        # Every rank gets all ranks' keys and values, since each keeps whole caches. So queries stay where they are;
+        # those of the last rank read more keys than those of the first, by less than one segment.
+        k, v = _method(position.handle).gather([k, v], position.bounds)
+        (keys, first), (values, _) = (
+            extend(cache, new, position.bounds[0], window) for cache, new in zip(caches, (k, v), strict=True)
+        )
+        spans = _spans(position.start, q, position.borders, window)
+        o, _ = _by_rows(lambda span, q, k, v: attend(q, k, v, span, first, scale), spans, q, keys, values)
         return o, tuple(StateOutput(o.new_empty(0), cache) for cache in caches)
     if any(state_input.want_carry for state_input in state_inputs):
         raise ValueError("softmax attention carries caches out only if they are carried in")
@@ -59,30 +69,6 @@ def attend_at(
     o, lse, *_ = torch.ops.zeco.attend(q, k, v, *replayed, scale, *where, position.borders, window)
     kept = (o.new_empty(0), lse.new_empty(0)) if replayed[0] is not None else (o.detach(), lse)
     return o, tuple(StateOutput(tensor, lse.new_empty(0)) for tensor in kept)
-
-
-# Attention of a segment to the tokens in the caches and to its own, which are appended. Every rank gets all ranks' keys
-# and values, since each keeps whole caches, so queries stay where they are: those of the last rank read more keys than
-# those of the first, by less than one segment.
-def _attend_after(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    position: SequencePosition,
-    caches: Sequence[Tensor],
-    window: int | None,
-) -> Tensor:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *caches)):
-        problem = "softmax layers have no gradient through keys of earlier segments: train.segments must be 1"
-        raise NotImplementedError(problem)
-    k, v = _method(position.handle).gather([k, v], position.bounds)
-    (keys, first), (values, _) = (
-        extend(cache, new, position.bounds[0], window) for cache, new in zip(caches, (k, v), strict=True)
-    )
-    spans = _spans(position.start, q, position.borders, window)
-    o, _ = _by_rows(lambda span, q, k, v: attend(q, k, v, span, first, scale), spans, q, keys, values)
-    return o
 
 
 # One span for the whole batch; or, with borders [B, documents + 1], that of each sequence.

@@ -22,19 +22,13 @@ Tuning = TypeVar("Tuning")
 
 @dataclass(frozen=True)
 class TileOptions:
-    """Tile sizes and launch options of one kernel.
+    """Tile sizes and launch options of one kernel."""
 
-    Attributes:
-        keys, values: maximum tile width along K and V, or the depth and width of a state; powers of 2.
-        num_warps, num_stages: Triton's launch options.
-        max_registers: per thread; a limit below the compiler's choice lets more programs share a multiprocessor. None:
-            no limit.
-    """
-
-    keys: int
-    values: int
-    num_warps: int
+    keys: int  # maximum tile width along K, or the depth of a state; a power of 2, as is the next
+    values: int  # along V, or the width
+    num_warps: int  # as of Triton, as is the next
     num_stages: int
+    # Per thread; a limit below the compiler's choice lets more programs share a multiprocessor. None: no limit.
     max_registers: int | None = None
 
     def tile(self, K: int, V: int, narrowest: int = 16) -> tuple[int, int]:
@@ -49,19 +43,12 @@ class TileOptions:
 
 
 class RunOptions(NamedTuple):
-    """How a kernel that walks over runs of tokens, with a few channels a program, is divided.
+    """How a kernel that walks over runs of tokens, with a few channels a program, is divided."""
 
-    Attributes:
-        rows: tokens whose loads are issued together.
-        channels: of a program, which is one warp.
-        programs: about as many are launched: one wave on a large GPU. The same on every device, so that the sums are.
-        shortest: tokens of a program, at least.
-    """
-
-    rows: int
-    channels: int
-    programs: int
-    shortest: int
+    rows: int  # tokens whose loads are issued together
+    channels: int  # of a program, which is one warp
+    programs: int  # about as many: one wave on a large GPU; the same on every device, so that the sums are
+    shortest: int  # tokens of a program, at least
 
     def run(self, batch: int, tokens: int, channels: int) -> int:
         """Tokens of a program, a multiple of `rows`."""

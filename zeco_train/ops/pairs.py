@@ -45,12 +45,7 @@ def pair_scores(queries: Tensor, keys: Tensor, g: Tensor, doc_ids: Tensor | None
 
 
 def pair_grads(
-    queries: Tensor,
-    keys: Tensor,
-    score_grads: Tensor,
-    g: Tensor,
-    doc_ids: Tensor | None,
-    scores: Tensor | None = None,
+    queries: Tensor, keys: Tensor, score_grads: Tensor, g: Tensor, doc_ids: Tensor | None, scores: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of queries and keys through the scores; on demand also the scores again.
 

@@ -94,10 +94,7 @@ class _RowsForward(ForwardBase):
         # First, for the whole batch, what takes the place of operands; then each row's other tensors.
         of_rows, count = [row.saved for row in self._rows], len(self.passes.replaced)
         replaced = zip(*(row[:count] for row in of_rows), strict=True)
-        self.saved = (
-            *(torch.cat(x).contiguous() for x in replaced),
-            *(x for row in of_rows for x in row[count:]),
-        )
+        self.saved = (*(torch.cat(x).contiguous() for x in replaced), *(x for row in of_rows for x in row[count:]))
         return o
 
 

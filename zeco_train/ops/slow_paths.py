@@ -33,19 +33,12 @@ class Kernels(Enum):
 
 
 class Call(NamedTuple):
-    """A call that a run will make.
+    """A call that a run will make."""
 
-    Attributes:
-        operator: its name, as in `SlowDowns`.
-        rule: of its kernels.
-        dtype: of its tokens; decays are in the accumulation dtype.
-        key_dim, value_dim: K and V; 0 and the width for calls without heads, 0 and 0 for those of any shape.
-    """
-
-    operator: str
-    rule: KernelRule
-    dtype: torch.dtype
-    key_dim: int = 0
+    operator: str  # its name, as in `SlowDowns`
+    rule: KernelRule  # of its kernels
+    dtype: torch.dtype  # of its tokens; decays are in the accumulation dtype
+    key_dim: int = 0  # K and V; 0 and the width for calls without heads, 0 and 0 for those of any shape
     value_dim: int = 0
 
     def problem(self, target: Target) -> str | None:
@@ -59,19 +52,13 @@ class Call(NamedTuple):
 
 
 class SlowPath(NamedTuple):
-    """A call that runs in PyTorch on a GPU.
+    """A call that runs in PyTorch on a GPU."""
 
-    Attributes:
-        where: the layers, or the part of a run.
-        slow_down: time in PyTorch over that of kernels, forward + backward; None: not measured.
-        source: of that figure; "" without it.
-    """
-
-    where: str
+    where: str  # the layers, or the part of a run
     call: Call
     problem: str
-    slow_down: float | None
-    source: str
+    slow_down: float | None  # time in PyTorch over that of kernels, forward + backward; None: not measured
+    source: str  # of that figure; "" without it
 
     @property
     def cost(self) -> str:

@@ -52,33 +52,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured layout: of a run, or of a row of a benchmark.
+    """One measured layout: of a run, or of a row of a benchmark; None: not measured."""
 
-    Attributes:
-        name: of the run, or the benchmark's file.
-        source: `training` or `benchmark`.
-        rate: tokens per second and device.
-        step_seconds, exposed_seconds, data_seconds: medians: duration of a step, and the parts of it spent waiting for
-            scans and for data. None if not measured.
-        memory_gb: peak memory of a device, in 10^9 bytes.
-        mfu, hfu: medians.
-        loss, val_loss: last values.
-        ratio: throughput relative to sp=dp with the same work on as many devices; None without such a run.
-    """
-
-    name: str
-    source: str
+    name: str  # of the run, or the benchmark's file
+    source: str  # `training` or `benchmark`
     layout: Layout
-    rate: Spread
-    step_seconds: float
+    rate: Spread  # tokens per second and device
+    step_seconds: float  # median duration of a step, and of the parts of it spent waiting for scans and for data
     exposed_seconds: float | None = None
     data_seconds: float | None = None
-    memory_gb: float | None = None
-    mfu: float | None = None
+    memory_gb: float | None = None  # peak memory of a device, in 10^9 bytes
+    mfu: float | None = None  # median, as is the next
     hfu: float | None = None
-    loss: float | None = None
+    loss: float | None = None  # last value, as is the next
     val_loss: float | None = None
-    ratio: float | None = None
+    ratio: float | None = None  # throughput relative to sp=dp with the same work on as many devices, if that was run
 
     def as_dict(self) -> Row:
         return asdict(self) | {"layout": self.layout.as_dict()}
@@ -86,21 +74,15 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs and benchmarks to compare.
+    """Runs and benchmarks to compare."""
 
-    Attributes:
-        measurements: in input order.
-        families: runs that train on the same data, batches and seed, so that their losses are comparable; the first of
-            each is the reference.
-        benchmarks: parsed results, by name.
-        notes: omissions, and their reasons.
-        data: of each run, by name, what it trains on: losses of other data or vocabularies cannot be compared.
-    """
-
-    measurements: list[Measurement]
+    measurements: list[Measurement]  # in input order
+    # Runs that train on the same data, batches and seed, so that their losses are comparable; the first of each is the
+    # reference.
     families: list[list[Run]]
-    benchmarks: dict[str, dict[str, Any]]
-    notes: list[str]
+    benchmarks: dict[str, dict[str, Any]]  # parsed results, by name
+    notes: list[str]  # omissions, and their reasons
+    # Of each run, by name, what it trains on: losses of other data or vocabularies cannot be compared.
     data: dict[str, str] = field(default_factory=dict)
 
 

@@ -73,16 +73,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page.
-
-    Attributes:
-        headings: names of the columns, and their tooltips.
-        rows: of cells, (sort key, text); the first of a row is its header.
-    """
+    """A table of the page."""
 
     caption: str
-    headings: Sequence[tuple[str, str]]
-    rows: Sequence[Sequence[tuple[Any, str]]]
+    headings: Sequence[tuple[str, str]]  # names of the columns, and their tooltips
+    rows: Sequence[Sequence[tuple[Any, str]]]  # of cells, (sort key, text); the first of a row is its header
 
     def is_number(self, column: int) -> bool:
         return any(isinstance(row[column][0], int | float) for row in self.rows)

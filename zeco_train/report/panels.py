@@ -33,15 +33,10 @@ PANEL_DPI = 165
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of the report.
-
-    Attributes:
-        text: alternative text: the axes, and the values if there are few.
-        draw: draws into axes.
-    """
+    """One picture of the report."""
 
     title: str
-    text: str
+    text: str  # alternative text: the axes, and the values if there are few
     draw: Callable[[Axes], None]
 
 

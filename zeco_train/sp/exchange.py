@@ -177,6 +177,7 @@ class GroupExchange:
         of_halo = (neighbours[0], neighbours[1]) if halo else None
         topology = find_topology(forward)
         self.exchange = connect(config, (forward, reverse), timeout, self.device, of_halo, topology)
+        self.group_with_timeout = forward  # for messages of the caller's own, while no scan is under way
         self._attention, self._timeout = config.attention, timeout
         self._methods: dict[str, Exchange] = {}
 

@@ -221,19 +221,16 @@ def _ranks_of(ranks: object) -> Ranks:
     return ranks
 
 
-def _check_tensors(tensors: Sequence[object], names: Sequence[str], dims: Sequence[str]) -> None:
-    first = tensors[0]
+def _check_tensors(tensors: Sequence[Any], names: Sequence[str], dims: Sequence[str]) -> None:
     for name, x, letters in zip(names, tensors, dims, strict=True):
         shape = f"[{', '.join(letters)}]"
         if not isinstance(x, Tensor) or x.dim() != len(letters):
             found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name}: expected a tensor of shape {shape}, got {found}")
-        assert isinstance(first, Tensor)
-        if x.device != first.device:
-            raise ValueError(f"{name}: is on {x.device}, {names[0]} on {first.device}; all must be on one device")
-    assert isinstance(first, Tensor)
-    if first.dtype not in _DTYPES:
-        raise ValueError(f"{names[0]}: expected {', '.join(map(str, _DTYPES))}; got {first.dtype}")
+        if x.device != tensors[0].device:
+            raise ValueError(f"{name}: is on {x.device}, {names[0]} on {tensors[0].device}; all must be on one device")
+    if (dtype := tensors[0].dtype) not in _DTYPES:
+        raise ValueError(f"{names[0]}: expected {', '.join(map(str, _DTYPES))}; got {dtype}")
 
 
 def _check_wide(operands: Sequence[Tensor], operator: Operator) -> None:

@@ -33,8 +33,6 @@ from zeco_train.verify.reference import SequenceRank, exact, is_short, processor
 from zeco_train.verify.report import FLOAT64, Deviation, VerifyRow, deviations
 from zeco_train.verify.runs import (
     IN_HALVES,
-    huge_deviations,
-    huge_sequence,
     run_in_float64,
     run_on_ranks,
     run_one_device,
@@ -78,9 +76,6 @@ class Verification:
     def rows(self) -> Iterator[VerifyRow]:
         """Compute the rows one by one; the same on every rank."""
         config, meshes = self._config, [*self._meshes.values()]
-        if config.huge:
-            yield from self._huge()
-            return
         for operator in config.operators:
             # Softmax attention beside another operator has one size.
             tokens = config.tokens if operator in (config.operator, DEFAULT) else [min(config.tokens)]
@@ -206,16 +201,6 @@ class Verification:
             if row[0] is None:
                 return
             yield row[0]
-
-    def _huge(self) -> Iterator[VerifyRow]:
-        for dtype in self._config.dtypes:
-            if dtype == "fp64":
-                continue
-            sequence = huge_sequence(self._config, DTYPES[dtype], f"{self._config.seed} huge {self._launch.rank}")
-            self._enter(f"{dtype}, {sequence.tokens} tokens of {sequence.heads} heads")
-            found = self._gather(huge_deviations(sequence, self._device))
-            yield VerifyRow(dtype, sequence.tokens, 1, sequence.layout, "one device", found, LIMITS[dtype])
-            self._free()
 
 
 def _rows_of_own_ranks(timeout: float) -> Iterator[VerifyRow]:

@@ -78,7 +78,6 @@ class VerifyConfig:
         documents: packed documents that straddle ranks (true), one document (false), both (null).
         carry: the sequence has an initial state and returns its final state. null: only without packed documents.
         kernels: of dtypes and shapes that kernels on GPUs do not serve, as `train.kernels`.
-        huge: values and chunk states of more than 2³¹ elements; instead of the other cases, on each GPU separately.
         seed: of all inputs on the launched ranks.
         device: auto takes CUDA devices if there are any.
         timeout: seconds that a rank waits for another, including the others' float64 reference.
@@ -101,7 +100,6 @@ class VerifyConfig:
     documents: bool | None = None
     carry: bool | None = None
     kernels: Kernels = Kernels.auto
-    huge: bool = False
     seed: int = 0
     device: Device = Device.auto
     timeout: float = 300.0
@@ -112,8 +110,6 @@ class VerifyConfig:
         """Raise `ConfigError` for a value out of range, or one without effect on the operator."""
         if self.operator is not None and self.operator not in (*VERIFIED, SOFTMAX):
             raise ConfigError("operator", self.operator, f"must be one of {', '.join((*VERIFIED, SOFTMAX))}")
-        if self.huge and DEFAULT not in self.operators:
-            raise ConfigError("huge", "true", f"is of the operator {DEFAULT} only")
         default, ignored = VerifyConfig(), _OF_STATES if self.operator == SOFTMAX else _OF_SOFTMAX
         for name in ignored if self.operator is not None else ():
             if (value := getattr(self, name)) != getattr(default, name):
@@ -154,8 +150,6 @@ class VerifyConfig:
         # Own ranks have long sequences, and fewer ranks.
         all_run = self.selects_nothing and not on_gpu
         on_cpu = [100] if all_run else [100, 512]
-        if self.huge and not on_gpu:
-            raise ConfigError("huge", "true", "needs a CUDA device with about 60 GB (bf16) or 110 GB (fp32) of memory")
         legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
         if wrong := [size for size in self.sp_sizes if size not in legal]:
             raise ConfigError("sp_sizes", wrong[0], f"must divide the number of ranks: {', '.join(map(str, legal))}")

@@ -1,34 +1,27 @@
-"""The runs to verify, over the ranks of a sequence, and the runs to compare with, on one device.
-
-And more than 2³¹ elements in the values and in the chunk states, where 32-bit offsets overflow, on one device.
-"""
+"""The runs to verify, over the ranks of a sequence, and the runs to compare with, on one device."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from zeco_train.ops import CHUNK, accumulation_dtype
+from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.attend import attend_at
 from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
-from zeco_train.ops.operator_registry import DEFAULT, OPERATORS
+from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.seam import Exchange, ScanRequest, StateScan
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended
 from zeco_train.sp.backend import TappedScan
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.verify.config import VerifyConfig
-from zeco_train.verify.reference import ALONE, SequenceRank, exact
-from zeco_train.verify.report import Deviation, deviations
-from zeco_train.verify.whole import CONSTANTS, SOFTMAX, STATES, Results, Whole, decay_rates
+from zeco_train.verify.reference import SequenceRank
+from zeco_train.verify.whole import CONSTANTS, SOFTMAX, STATES, Results, Whole
 
 # First cut of the sequence in the second run on one device: not a multiple of a chunk.
 ODD_PLACE = 37
@@ -228,43 +221,3 @@ def _gathered(part: Results, place: SequenceRank) -> Results:
 def pieces(length: int, size: int) -> list[tuple[int, int]]:
     """Split [0, length) into pieces of `size`, the last one shorter."""
     return list(itertools.pairwise([*range(0, length, size), length]))
-
-
-_TOKENS = 1 << 16
-_ELEMENTS = 1 << 31
-
-
-def huge_sequence(config: VerifyConfig, dtype: torch.dtype, name: str, elements: int = _ELEMENTS) -> Whole:
-    """A sequence on one rank whose values, and states at chunk boundaries, have more than `elements` elements."""
-    # The chunk states have K / CHUNK times as many elements as the values: with K ≥ CHUNK both are large enough.
-    key_dim, value_dim = max(config.key_dim, CHUNK), config.value_dim
-    heads = elements // (_TOKENS * value_dim) + 1
-    whole = Whole(name, DEFAULT, _TOKENS, 1, heads=heads, groups=heads, key_dim=key_dim, value_dim=value_dim)
-    return replace(whole, carry=True, dtype=dtype, is_launched=True)
-
-
-def huge_deviations(whole: Whole, device: torch.device) -> dict[str, Deviation]:
-    """Forward and backward of all heads; deviations of the first, the middle and the last one."""
-    part = _part(whole, device)
-    results = run_on_ranks(whole, part, local_exchange(), 0)
-    heads = sorted({0, whole.heads // 2, whole.heads - 1})
-    chosen = {name: x[:, :, heads].cpu() for name, x in part.items()}
-    (expected,) = exact(whole, ALONE, [chosen], [state[:, heads] for state in whole.ends])
-    actual = {name: x[:, heads] if name in STATES else x[:, :, heads] for name, x in results.items()}
-    return deviations({name: x.cpu() for name, x in actual.items()}, expected)
-
-
-def _part(whole: Whole, device: torch.device) -> Results:
-    # As of `Whole.part`, but created on the device, a few tokens at a time.
-    generator = torch.Generator(device).manual_seed(sum(whole.name.encode()))
-    shape = (1, whole.tokens, whole.heads)
-    dims = {"q": whole.key_dim, "k": whole.key_dim, "v": whole.value_dim, "do": whole.value_dim}
-    part = {name: torch.empty(*shape, dim, dtype=whole.dtype, device=device) for name, dim in dims.items()}
-    part["g"] = torch.empty(*shape, whole.key_dim, device=device)
-    rates = decay_rates(whole.heads, whole.key_dim).to(device)
-    for start, stop in pieces(whole.tokens, 4096):
-        for name, x in part.items():
-            piece = x[:, start:stop]
-            random = torch.randn(piece.shape, generator=generator, device=device)
-            piece.copy_(F.logsigmoid(random) * rates if name == "g" else random)
-    return {name: part[name] for name in ("q", "k", "v", "g", "do")}

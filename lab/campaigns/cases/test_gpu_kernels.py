@@ -115,6 +115,12 @@ LARGE = {
         for name in ("gla", "gsa", "scalar_decay", "fixed_decay", *DELTA)
         for what, (tokens, sizes, *rest) in WIDE.items()
     },
+    # addresses that ptxas had wrong (`lab.campaigns.addresses`)
+    **{
+        f"{name}, few values, {K} channels, with documents": KernelCase(name, 65, (1, 1, 1, K, V), documents=(0, 6))
+        for name in ("delta", "gated_delta")
+        for K, V in ((64, 16), (32, 8))
+    },
     "gla, the widest heads of all": KernelCase("gla", 1500, (1, 2, 2, 256, 512)),
     "gla, the narrowest heads": KernelCase("gla", 777, (1, 3, 3, 32, 32), 0.5),
     "gla, no decay": KernelCase("gla", 2000, (1, 2, 2, 64, 128), 0.0),

@@ -41,7 +41,7 @@ COMPILED = {
     "scalar, sm_80, by chunks": (80, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 1, 2, 512, 272)), 7),
     "scalar, sm_90, Mamba-2": (90, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 1, 16, 128, 64)), 7),
     "scalar, sm_90, Bamba": (90, torch.bfloat16, KernelCase("scalar_decay", 512, (1, 1, 16, 256, 64), 0.2, (0, 70)), 7),
-    "fixed, sm_90, Based": (90, torch.bfloat16, KernelCase("fixed_decay", 512, (1, 4, 4, 273, 64), 0.2, (0, 70)), 5),
+    "fixed, sm_90, Based": (90, torch.bfloat16, KernelCase("fixed_decay", 512, (1, 4, 4, 273, 64), 0.2, (0, 70)), 4),
     "kda, sm_90": (90, torch.bfloat16, KernelCase("kda", 512, (1, 2, 2, 128, 128)), 6),
     "kda, sm_90, the widest heads": (90, torch.bfloat16, KernelCase("kda", 512, (1, 2, 2, 256, 512), 0.2, (0, 70)), 6),
     "gated, sm_90": (90, torch.bfloat16, KernelCase("gated_delta", 512, (1, 1, 2, 128, 256)), 6),

@@ -69,9 +69,9 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 # A walk holds all K rows of its columns of the state, and as much of a chunk's tokens in shared memory. V goes by
 # tiles; no published shape has more. With K 256 the reverse walk takes 112 KB of it, whatever its columns and stages.
 _KERNELS = KernelRule(largest=(256, 512), largest_small=128)
-# 16,384 tokens and 16 heads on an H200: gated_delta 1.166 ms, kda 2.134; shares of the forward pass by their kernels on
+# 16,384 tokens and 16 heads on an H200: gated_delta 1.042 ms, kda 1.769; shares of the forward pass by their kernels on
 # an H100 (docs/benchmarks.md).
-_GATED_TIME = OperatorTime("gated_delta", 4.45e-9, 0.29, 128, 128)
+_GATED_TIME = OperatorTime("gated_delta", 3.98e-9, 0.29, 128, 128)
 
 
 _FORMULA = (
@@ -117,6 +117,6 @@ KDA = replace(
     GATED_DELTA,
     dims=("BTGK", "BTGK", "BTHV", "BTHK", "BTH"),
     about=f"Kimi Delta Attention, a decay for each channel of the keys (2025, arXiv 2510.26692){_FORMULA}",
-    time=OperatorTime("kda", 8.14e-9, 0.35, 128, 128),
+    time=OperatorTime("kda", 6.75e-9, 0.35, 128, 128),
     peers=(PeerFunction("fla.ops.kda", "chunk_kda", takes_context=True),),
 )

@@ -23,7 +23,7 @@ from torch import Tensor
 from zeco_train.ops.chunks import matrices, to_chunks, to_tokens
 from zeco_train.ops.gla import forward_flops
 from zeco_train.ops.gla.chunked import CHUNKED, local_states
-from zeco_train.ops.operator import KernelRule, Kind, Operator
+from zeco_train.ops.operator import KernelRule, Kind, Operator, OperatorTime
 from zeco_train.ops.oracle import by_blocks
 from zeco_train.ops.pairs import pair_grads
 from zeco_train.ops.passes import BackwardBase, ForwardBase, Passes, check_state
@@ -112,4 +112,6 @@ GSA = SlotAttention(
     cuda="zeco_train.ops.gsa.kernels:CUDA",
     # A walk holds all slots. It may have more channels of keys, but the rule's limits are of either width.
     kernels=KernelRule(largest=(512, 512)),
+    # 0.555 ms for 16,384 tokens and 4 heads on an H200; 0.31 of it forward, with GLA's pass 0.376 of 1.062 ms.
+    time=OperatorTime("gsa", 8.47e-9, 0.31, 64, 512),
 )

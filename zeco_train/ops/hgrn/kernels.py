@@ -39,6 +39,15 @@ def append(rows, row):
 
 
 @jit
+def run_of_program(run, C, BC: tl.constexpr):
+    """A program's channels, which of them there are, the first token of its run, and its sequence."""
+    channels = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1).to(tl.int64) * run
+    batch = tl.program_id(2).to(tl.int64)
+    return channels, channels < C, first, batch
+
+
+@jit
 def load_rows(x, start, T, C, columns, ROWS: tl.constexpr):
     """Rows of tokens from `start` on, in fp32; zeros after the last token."""
     rows = ()
@@ -80,10 +89,7 @@ def summaries_kernel(
     REVERSE: tl.constexpr,
 ):
     """Compute each run's own state after its tokens, or the gradient for the state before them, and their decay."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels
     state = tl.zeros((BC,), tl.float32)
     total = tl.zeros((BC,), tl.float32)
@@ -169,10 +175,7 @@ def outputs_kernel(
     DOCUMENTS: tl.constexpr,
 ):
     """Compute h of all tokens."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels
     state = true_end(starts, prefix, incoming, batch, channels, columns, C)
     for start in range(first, tl.minimum(first + run, T), ROWS):
@@ -205,10 +208,7 @@ def grads_kernel(
     DOCUMENTS: tl.constexpr,
 ):
     """Compute dx and dg: h of a step of tokens forward, then dh backward."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     offset = batch * T * C + channels
     grad = true_end(ends, suffix, incoming, batch, channels, columns, C)
     steps = tl.cdiv(tl.minimum(first + run, T) - first, ROWS)

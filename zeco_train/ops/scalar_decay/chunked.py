@@ -19,6 +19,8 @@ section 6); its split over ranks is ZeCO's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -124,8 +126,9 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(matrices(x), matrices(y)).view(*x.shape[:-1], y.shape[-1])
 
 
+@dataclass(eq=False)
 class _ScalarDecayForward(ForwardBase):
-    fixed = False
+    fixed: bool = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         if self.fixed:
@@ -153,12 +156,9 @@ class _ScalarDecayForward(ForwardBase):
         return to_tokens(o.flatten(2, 3), chunks.v.shape[1], chunks.v.dtype)
 
 
-class _FixedDecayForward(_ScalarDecayForward):
-    fixed = True
-
-
+@dataclass(eq=False)
 class _ScalarDecayBackward(BackwardBase):
-    fixed = False
+    fixed: bool = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         self._log_decays = operands[3]
@@ -223,10 +223,6 @@ class _ScalarDecayBackward(BackwardBase):
         return dg.add_(boundary_terms[..., None, :])
 
 
-class _FixedDecayBackward(_ScalarDecayBackward):
-    fixed = True
-
-
 def _sum_enclosing(pair_terms: Tensor) -> Tensor:
     """Σ_{j <= t < i} x_ij of [..., C, C] → [..., C]: the pairs on both sides of the border after t."""
     return pair_terms.cumsum_(-1).tril_(-1).sum(-2)
@@ -239,4 +235,4 @@ def _expanded(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 CHUNKED_SCALAR = Passes(_ScalarDecayForward, _ScalarDecayBackward)
-CHUNKED_FIXED = Passes(_FixedDecayForward, _FixedDecayBackward)
+CHUNKED_FIXED = Passes(partial(_ScalarDecayForward, fixed=True), partial(_ScalarDecayBackward, fixed=True))

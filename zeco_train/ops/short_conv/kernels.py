@@ -20,14 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from zeco_train.kernels import cdiv, jit, next_power_of_2
+from zeco_train.ops.hgrn.kernels import append, run_of_program
 from zeco_train.ops.kept import RunOptions
 from zeco_train.ops.passes import Passes, check_state
 from zeco_train.ops.short_conv.passes import PlainBackward, PlainForward
-
-
-@jit
-def _append(rows, row):
-    return rows + (row,)  # noqa: RUF005, Triton has no unpacking
 
 
 @jit
@@ -51,32 +47,29 @@ def outputs_kernel(
     RECEIVED: tl.constexpr,
 ):
     """Compute y of the first `last` tokens, from zeros or, in a single run, from the received inputs."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     x_of, y_of = x + batch * x_batch + channels, y + batch * T * C + channels
     shift = tl.load(bias + channels, mask=columns, other=0.0).to(tl.float32)
     # The W - 1 inputs before a step and their doc_ids, oldest first; each step adds its own.
     taps, inputs, marks = (), (), ()
     for tap in tl.static_range(W):
-        taps = _append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
+        taps = append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
     for row in tl.static_range(W - 1):
         source = first + (row - (W - 1))
         if RECEIVED:
             before = tl.load(incoming + (batch * (W - 1) + row) * C + channels, mask=columns, other=0.0)
         else:
             before = tl.load(x_of + source * x_token, mask=columns & (source >= 0), other=0.0)
-        inputs = _append(inputs, before.to(tl.float32))
+        inputs = append(inputs, before.to(tl.float32))
         if DOCUMENTS:
-            marks = _append(marks, tl.load(doc_ids + source, mask=source >= 0, other=0))
+            marks = append(marks, tl.load(doc_ids + source, mask=source >= 0, other=0))
     for start in range(first, tl.minimum(first + run, last), ROWS):
         for row in tl.static_range(ROWS):
             token = start + row
             value = tl.load(x_of + token * x_token, mask=columns & (token < last), other=0.0)
-            inputs = _append(inputs, value.to(tl.float32))
+            inputs = append(inputs, value.to(tl.float32))
             if DOCUMENTS:
-                marks = _append(marks, tl.load(doc_ids + token, mask=token < last, other=0))
+                marks = append(marks, tl.load(doc_ids + token, mask=token < last, other=0))
         for row in tl.static_range(ROWS):
             total = shift
             for tap in tl.static_range(W):
@@ -94,9 +87,9 @@ def _next_rows(rows, marks, W: tl.constexpr, ROWS: tl.constexpr, DOCUMENTS: tl.c
     """The last W - 1 rows of a step, with which the next one begins, and their doc_ids."""
     kept, kept_marks = (), ()
     for row in tl.static_range(W - 1):
-        kept = _append(kept, rows[ROWS + row])
+        kept = append(kept, rows[ROWS + row])
         if DOCUMENTS:
-            kept_marks = _append(kept_marks, marks[ROWS + row])
+            kept_marks = append(kept_marks, marks[ROWS + row])
     return kept, kept_marks
 
 
@@ -121,33 +114,30 @@ def grads_kernel(
     DOCUMENTS: tl.constexpr,
 ):
     """Compute dx with zeros after the shard, and the run's part of dweight and dbias, without the received inputs."""
-    channels = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1).to(tl.int64) * run
-    batch = tl.program_id(2).to(tl.int64)
-    columns = channels < C
+    channels, columns, first, batch = run_of_program(run, C, BC)
     do_of, x_of, dx_of = do + batch * do_batch + channels, x + batch * x_batch + channels, dx + batch * T * C + channels
     # do of a step's first W - 1 tokens and their doc_ids; each step adds as many as it has tokens.
     taps, totals, grads, marks = (), (), (), ()
     for tap in tl.static_range(W):
-        taps = _append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
+        taps = append(taps, tl.load(weight + channels * W + tap, mask=columns, other=0.0).to(tl.float32))
     for _ in tl.static_range(W + 1):
-        totals = _append(totals, tl.zeros((BC,), tl.float32))
+        totals = append(totals, tl.zeros((BC,), tl.float32))
     for row in tl.static_range(W - 1):
         token = first + row
-        grads = _append(grads, tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0).to(tl.float32))
+        grads = append(grads, tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0).to(tl.float32))
         if DOCUMENTS:
-            marks = _append(marks, tl.load(doc_ids + token, mask=token < T, other=0))
+            marks = append(marks, tl.load(doc_ids + token, mask=token < T, other=0))
     for start in range(first, tl.minimum(first + run, T), ROWS):
         values = ()
         for row in tl.static_range(ROWS):
             token = start + row
             value = tl.load(x_of + token * x_token, mask=columns & (token < T), other=0.0)
-            values = _append(values, value.to(tl.float32))
+            values = append(values, value.to(tl.float32))
             token = start + (row + W - 1)
             grad = tl.load(do_of + token * do_token, mask=columns & (token < T), other=0.0)
-            grads = _append(grads, grad.to(tl.float32))
+            grads = append(grads, grad.to(tl.float32))
             if DOCUMENTS:
-                marks = _append(marks, tl.load(doc_ids + token, mask=token < T, other=0))
+                marks = append(marks, tl.load(doc_ids + token, mask=token < T, other=0))
         for row in tl.static_range(ROWS):
             total = tl.zeros((BC,), tl.float32)
             # Rows of tokens after the shard are zeros, and so are their parts of the sums.
@@ -157,8 +147,8 @@ def grads_kernel(
                 if DOCUMENTS and tap < W - 1:
                     grad = tl.where(marks[row + W - 1 - tap] == marks[row], grad, 0.0)
                 total += grad * taps[tap]
-                parts = _append(parts, totals[tap] + grad * values[row])
-            totals = _append(parts, totals[W] + grads[row])
+                parts = append(parts, totals[tap] + grad * values[row])
+            totals = append(parts, totals[W] + grads[row])
             token = start + row
             tl.store(dx_of + token * C, total.to(dx.dtype.element_ty), mask=columns & (token < T))
         grads, marks = _next_rows(grads, marks, W, ROWS, DOCUMENTS)

@@ -74,14 +74,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, key_start: int, scale: f
 
 
 def attend_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attended: Attended,
-    span: Span,
-    key_start: int,
-    scale: float,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, key_start: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, as `zeco_train.ops.softmax.attention.attend_backward`."""
     grads: list[Tensor] | None = None

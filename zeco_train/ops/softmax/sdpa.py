@@ -58,19 +58,15 @@ def attend_backward(
     return dq, dk, dv
 
 
+def _is_for_torch(q: Tensor, v: Tensor) -> bool:
+    return q.device.type != "cuda" and q.shape[-1] == v.shape[-1]
+
+
 # Outputs [B, H, N, V] and their log-sum-exp [B, H, N].
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     if _is_for_torch(q, v):
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-    return _products(q, k, v, mask, scale)
-
-
-def _is_for_torch(q: Tensor, v: Tensor) -> bool:
-    return q.device.type != "cuda" and q.shape[-1] == v.shape[-1]
-
-
-def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (q, k, v))
     scores = q @ k.mT * scale + mask
     lse = scores.logsumexp(-1)
@@ -83,12 +79,6 @@ def _backward(
     if _is_for_torch(q, v):
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return op(do, q, k, v, o, lse, 0.0, False, attn_mask=mask, scale=scale)
-    return _products_backward(do, q, k, v, o, lse, mask, scale)
-
-
-def _products_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
     do, q, k, v, o = (x.to(accumulation_dtype(x.dtype)) for x in (do, q, k, v, o))
     weights = (q @ k.mT * scale + mask - lse[..., None]).exp().nan_to_num()
     of_scores = weights * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale

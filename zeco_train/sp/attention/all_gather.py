@@ -209,6 +209,5 @@ ALL_GATHER = MethodSpec(
     name="all_gather",
     description="every rank gets the keys and values that it needs; queries travel in pairs, so that no rank waits",
     build=AllGather,
-    heads_problem=lambda heads, key_heads, ranks: None,
     costs=_costs,
 )

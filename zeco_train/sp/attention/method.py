@@ -122,9 +122,9 @@ class MethodSpec:
     name: str  # as in `sp.attention=`
     description: str  # one line for `--help`
     build: Callable[[Wire], ShardedAttention]
-    # (heads of queries, of keys, ranks) → why they cannot be spread so
-    heads_problem: Callable[[int, int, int], str | None]
     costs: Callable[[AttentionLoad], MethodCosts]
+    # (heads of queries, of keys, ranks) → why they cannot be spread so
+    heads_problem: Callable[[int, int, int], str | None] = lambda heads, key_heads, ranks: None
     balanced: bool = True  # all ranks have the same work, so `auto` may choose it
 
 

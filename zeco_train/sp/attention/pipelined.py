@@ -35,11 +35,6 @@ class PipelinedAttention(ShardedAttention):
         super().__init__(wire)
         self._num_parts = num_parts
 
-    @property
-    def heads_step(self) -> int:
-        """A part has a multiple of this many heads of keys."""
-        return 1
-
     @abstractmethod
     def forward_steps(
         self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
@@ -72,10 +67,11 @@ class PipelinedAttention(ShardedAttention):
         return dq, dk, dv
 
     def _in_parts(self, x: Tensor, key_heads: int, bounds: Bounds) -> Sequence[Tensor]:
-        # [B, T, heads, …] in parts of the heads, those of queries as those of the keys that they read.
+        # [B, T, heads, …] in parts of the heads, those of queries as those of the keys that they read: as many for each
+        # rank that the heads are spread over, since fewer heads of keys than ranks would be repeated.
         # The mean, which is the same on all ranks, whose shards may differ.
         tokens = (bounds[-1] - bounds[0]) // self.wire.size
-        return x.chunk(num_parts(key_heads, self.heads_step, tokens, self.num_nodes, self._num_parts), 2)
+        return x.chunk(num_parts(key_heads, self.heads_over, tokens, self.num_nodes, self._num_parts), 2)
 
 
 def num_parts(key_heads: int, step: int, tokens: int, nodes: int, most: int | None = None) -> int:

@@ -200,7 +200,6 @@ RING = MethodSpec(
     name="ring",
     description="keys and values travel from rank to rank under compute; least memory, but later ranks work longer",
     build=Ring,
-    heads_problem=lambda heads, key_heads, ranks: None,
     costs=_costs,
     balanced=False,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class Routes:
         )
         into = parcel.message.new_empty(sum(received))
         transfer = self._wire.all_to_all(into, parcel.message, what, received, sent)
-        return Arrival(transfer, into, self._received, parcel.wanted, self._is_partition)
+        return Arrival((transfer, into, parcel.wanted), self._received, self._is_partition)
 
     def _parcel(self, tensors: Sequence[Tensor], wanted: Callable[[], list[Tensor]]) -> Parcel:
         parts = [
@@ -99,19 +100,14 @@ class Routes:
         return found
 
 
+@dataclass
 class Arrival:
     """Tokens under way."""
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        message: Tensor,
-        pieces: list[list[_Piece]],
-        wanted: Callable[[], list[Tensor]],
-        is_partition: bool,
-    ) -> None:
-        # `pieces`: of each rank's tokens in the message; `wanted` makes the tensors to put them into.
-        self._under_way, self._pieces, self._is_partition = (transfer, message, wanted), pieces, is_partition
+    # The message, and what makes the tensors to put its tokens into.
+    under_way: tuple[Transfer, Tensor, Callable[[], list[Tensor]]]
+    pieces: list[list[_Piece]]  # of each rank's tokens in the message
+    is_partition: bool
 
     def wait(self, *, add: bool = False) -> list[Tensor]:
         """The tensors [B, wanted tokens, ...]; 0 where no rank holds a wanted token. Once: the message is freed.
@@ -119,17 +115,17 @@ class Arrival:
         With `add`, several ranks may hold a token: sum this rank's and what the others sent, always in the order of
         ranks. Raises CommunicationError if a peer is gone, or did not answer within the timeout.
         """
-        transfer, message, wanted = self._under_way
+        transfer, message, wanted = self.under_way
         transfer.wait()
         # NCCL's work has the message, too.
-        del self._under_way, transfer
+        del self.under_way, transfer
         found = wanted()
         first = 0
-        for piece in (piece for pieces in self._pieces for piece in pieces):
+        for piece in (piece for pieces in self.pieces for piece in pieces):
             for tensor in found:
                 into = tensor[:, piece.place : piece.place + piece.length]
                 part = message[first : first + into.numel()].view(into.shape)
-                into.add_(part) if add and not self._is_partition else into.copy_(part)
+                into.add_(part) if add and not self.is_partition else into.copy_(part)
                 first += into.numel()
         return found
 

@@ -29,11 +29,6 @@ class Ulysses(PipelinedAttention):
     def heads_over(self) -> int:
         return self.wire.size
 
-    @property
-    def heads_step(self) -> int:
-        # Fewer heads of keys than ranks would be repeated.
-        return self.wire.size
-
     def forward_steps(
         self, q: Tensor, k: Tensor, v: Tensor, span: Span, bounds: Bounds, scale: float
     ) -> Steps[Attended | AttendedHeads]:

@@ -167,7 +167,10 @@ def grads_kernel(
         row_grads = tl.zeros([C, BK], tl.float32)
         column_grads = tl.zeros([C, BK], tl.float32)
         products = tl.zeros([BV, BV], tl.float32)  # Σ S ⊙ dS on the diagonal
-        for first_value in tl.range(0, V, BV, disable_licm=True):
+        end = V
+        if V <= BV:  # always V, and yet a loop: unrolled, it takes 255 registers, and ptxas 12.8 has addresses wrong
+            end = tl.where(start < T, V, start)
+        for first_value in tl.range(0, end, BV, disable_licm=True):
             new = load_tile(added + of_head, start, T, H, V, first_value, C, BV)
             value_grads = load_tile(dv + of_head, start, T, H, V, first_value, C, BV)
             output_grads = load_tile(do + of_head, start, T, H, V, first_value, C, BV)

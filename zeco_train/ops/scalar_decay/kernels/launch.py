@@ -42,37 +42,28 @@ _WALK = TileOptions(_DEPTH, 64, 4, 2)
 
 @dataclass(frozen=True)
 class ScalarDecayTuning:
-    """Options of each kernel, by its name, and of the layout in time.
-
-    Attributes:
-        outputs, query_grads, value_grads, key_grads: of the kernels of o, dq, dv, dk.
-        grads: by chunks, of the kernel of dq, dk and dv; dv has a kernel of its own where K is beyond its tile.
-        chunk: C, tokens of a chunk.
-        span: chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error
-            is 3e-3 for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
-        programs: number of programs that saturates the chip, all at once.
-        states: of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed
-            at once; None: walks compute outputs and gradients, each with states of its own.
-        key_tiles: of the kernel in place of `grads`, for fixed decays and values of one tile; None: `grads`.
-        walks_forward: outputs are computed by walks all the same.
-        pairs: pairs, S and dS have a kernel each, with the options `grads`, whose tile holds K and V.
-        backward: of the backward pass, if others, but for `programs`; as many tokens a span.
-    """
+    """Options of each kernel, by its name, and of the layout in time."""
 
     summaries: TileOptions = _SUMMARIES
-    outputs: TileOptions = _WALK
+    outputs: TileOptions = _WALK  # of the kernel of o, and of dq, dv, dk
     query_grads: TileOptions = _WALK
     value_grads: TileOptions = _WALK
     key_grads: TileOptions = _WALK
+    # By chunks, of the kernel of dq, dk and dv; dv has a kernel of its own where K is beyond its tile.
     grads: TileOptions = TileOptions(128, 64, 8, 3)
     join: TileOptions = TileOptions(64, 64, 4, 1)
-    chunk: int = 64
+    chunk: int = 64  # C, tokens of a chunk
+    # Chunks between two states that the walk of dq stores for dg. With bf16 tokens and weak decays dg's error is 3e-3
+    # for 1, 4e-3 for 4, 7e-3 for 16 (K = V = 64, emulated).
     span: int = 4
-    programs: int = 264
+    programs: int = 264  # that saturate the chip, all at once
+    # Of the walk that writes the states at the boundaries of chunks, from which all chunks are then computed at once;
+    # None: walks compute outputs and gradients, each with states of its own.
     states: TileOptions | None = None
-    key_tiles: TileOptions | None = None
-    walks_forward: bool = False
-    pairs: bool = False
+    key_tiles: TileOptions | None = None  # of the kernel in place of `grads`, for fixed decays and values of one tile
+    walks_forward: bool = False  # outputs are computed by walks all the same
+    pairs: bool = False  # pairs, S and dS have a kernel each, with the options `grads`, whose tile holds K and V
+    # Of the backward pass, if others, but for `programs`; as many tokens a span.
     backward: ScalarDecayTuning | None = None
 
 
@@ -173,8 +164,6 @@ class ScalarDecayKernels(SegmentKernels):
     Args:
         k: [B, T, G, K]. v: [B, T, H, V].
         decays: [B, H, T] fp32, of `decay_sums`; or [H] fp32, the log-decays, if they are `fixed`.
-        doc_ids, scale: see `SegmentKernels`.
-        tuning: tiles and launch options.
     """
 
     def __init__(
@@ -415,8 +404,9 @@ def decay_sums(g: Tensor, chunk: int) -> Tensor:
     return sums
 
 
-class _ScalarDecayKernelForward(ForwardBase):
-    fixed = False
+@dataclass(eq=False)
+class _KernelForward(ForwardBase):
+    fixed: bool = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         q, k, v, decays = operands
@@ -448,12 +438,9 @@ class _ScalarDecayKernelForward(ForwardBase):
         return self._launcher.outputs(self._q, self._k, self._v, starts)
 
 
-class _FixedForward(_ScalarDecayKernelForward):
-    fixed = True
-
-
-class _ScalarDecayKernelBackward(BackwardBase):
-    fixed = False
+@dataclass(eq=False)
+class _KernelBackward(BackwardBase):
+    fixed: bool = False
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         # Unless decays are fixed, the fourth operand, g, has been replaced by its sums (`CUDA_SCALAR.replaced`).
@@ -496,10 +483,6 @@ class _ScalarDecayKernelBackward(BackwardBase):
         return dq, dk, dv, torch.zeros_like(self._log_decays) if dg is None else dg
 
 
-class _FixedBackward(_ScalarDecayKernelBackward):
-    fixed = True
-
-
 def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...]:
     _, k, v, decays = operands
     # For the shapes only, which do not depend on documents or the scale.
@@ -508,7 +491,10 @@ def _saved_like(operands: Sequence[Tensor], *, fixed: bool) -> tuple[Tensor, ...
     return (starts,) if fixed else (decays.new_empty(decays.mT.shape).mT, starts)
 
 
-_SAVED = partial(_saved_like, fixed=False), partial(_saved_like, fixed=True)
-_SCALAR = Passes(_ScalarDecayKernelForward, _ScalarDecayKernelBackward, _SAVED[0], replaced=(3,), needs_incoming=False)
-_FIXED = Passes(_FixedForward, _FixedBackward, _SAVED[1], needs_incoming=False)
-CUDA_SCALAR, CUDA_FIXED = with_padded_heads(_SCALAR), with_padded_heads(_FIXED)
+def _passes(*, fixed: bool, replaced: tuple[int, ...]) -> Passes:
+    forward, backward = partial(_KernelForward, fixed=fixed), partial(_KernelBackward, fixed=fixed)
+    passes = Passes(forward, backward, partial(_saved_like, fixed=fixed), replaced, needs_incoming=False)
+    return with_padded_heads(passes)
+
+
+CUDA_SCALAR, CUDA_FIXED = _passes(fixed=False, replaced=(3,)), _passes(fixed=True, replaced=())
