@@ -49,7 +49,7 @@ class GlaTuning:
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
     states: TileOptions = TileOptions(64, 64, 4, 3)
     plain_grads: TileOptions = TileOptions(64, 64, 4, 3)
-    other_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    other_grads: TileOptions = TileOptions(64, 64, 8, 3)
     join: TileOptions = TileOptions(64, 64, 4, 1)
     programs: int = 264
 
