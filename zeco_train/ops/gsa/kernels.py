@@ -18,7 +18,7 @@ from zeco_train.kernels import cdiv, jit
 from zeco_train.ops.gla.kernels.grads import load_states
 from zeco_train.ops.gla.kernels.intra import decayed
 from zeco_train.ops.gla.kernels.launch import CHUNK, NARROWEST, GlaKernelBackward, GlaKernels, options_for
-from zeco_train.ops.gla.kernels.states import OTHER, STEEP
+from zeco_train.ops.gla.kernels.states import STEEP
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, split_pairs, store_tile
 from zeco_train.ops.kept import TileOptions
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
@@ -76,7 +76,7 @@ def outputs_kernel(
     pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     sums = load_tile(b, start, T, H, K, first_key, C, BK)
     kind = tl.load(kinds + index)
-    if (kind != OTHER) & (kind != STEEP):
+    if kind > 0:
         own = load_tile(slots, start, T, H, K, first_key, C, BK)
         seen = tl.dot(pairs.to(own.dtype), own, seen, input_precision=PRECISION)
         middle = tl.minimum(start + C // 2, T) - 1

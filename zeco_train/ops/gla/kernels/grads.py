@@ -19,7 +19,7 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.intra import decayed, join
-from zeco_train.ops.gla.kernels.states import CROSS, OTHER, STEEP
+from zeco_train.ops.gla.kernels.states import CROSS, STEEP
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
@@ -100,8 +100,6 @@ def _of_values(
 
 @jit
 def plain_grads_kernel(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
     queries,  # [B, T, H, K]: q*
     keys,  # [B, T, H, K]: k*
     v,  # [B, T, H, V]
@@ -125,7 +123,7 @@ def plain_grads_kernel(
     SUMMED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes BK columns of the gradients of one chunk of one head that is plain or steep."""
+    """One program computes BK columns of the gradients of one plain chunk of one head."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     first_key = (tl.program_id(0) % tiles) * BK
     chunk = tl.program_id(0) // tiles
@@ -136,24 +134,7 @@ def plain_grads_kernel(
     of_keys = head_offset(batch_head, T, H, K)
     of_values = head_offset(batch_head, T, H, V)
     kind = tl.load(kinds + index)
-    if kind == STEEP:
-        # a token sees itself, and the state after the chunk the last one
-        seen = tl.zeros([C, BV], tl.float32)
-        left = tl.zeros([BV, BK], tl.float32)
-        for first_value in range(0, V, BV):
-            output_grads = load_tile(do + of_values, start, T, H, V, first_value, C, BV).to(tl.float32)
-            seen += output_grads * load_tile(v + of_values, start, T, H, V, first_value, C, BV)
-            last = load_last_row(v + of_values, start, T, H, V, first_value, C, BV).to(tl.float32)
-            left += last[:, None] * load_states(state_grads, index, K, V, first_key, first_value, BK, BV)
-        by_itself = tl.sum(seen, axis=1)[:, None] * scale
-        of_queries = by_itself * load_tile(k + of_keys, start, T, H, K, first_key, C, BK)
-        store_tile(dq + of_keys, of_queries, start, T, H, K, first_key, C, BK)
-        is_last = (rows == tl.minimum(C, T - start) - 1)[:, None]
-        leaving = tl.where(is_last, tl.sum(left, axis=0)[None, :], 0.0)
-        leaving += by_itself * load_tile(q + of_keys, start, T, H, K, first_key, C, BK)
-        store_tile(dk + of_keys, leaving, start, T, H, K, first_key, C, BK)
-        store_tile(dg + of_keys, tl.zeros([C, BK], tl.float32), start, T, H, K, first_key, C, BK)
-    elif kind != OTHER:
+    if kind > 0:
         grads, _, query_grads, key_grads, passing = _of_values(
             v + of_values, do + of_values, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, False,
             SUMMED, PRECISION,
@@ -180,65 +161,74 @@ def plain_grads_kernel(
 
 @jit
 def _other_grads(
-    q, k, v, b, do, doc_ids, factors, states, state_grads, dq, dk, dg, index, start, first_key, scale, T,
+    q, k, v, b, do, doc_ids, kind, factors, states, state_grads, dq, dk, dg, index, start, first_key, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOCUMENTS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """BK columns of the gradients of one other chunk: its pairs by sizes of blocks, see `intra`."""
+    """BK columns of the gradients of one chunk that is not plain: its pairs by sizes of blocks, see `intra`."""
     rows = tl.arange(0, C)
     grads, turned, query_grads, key_grads, passing = _of_values(
         v, do, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, True, SUMMED, PRECISION
     )
-    # of the pairs of all sizes, G of `intra`
-    pair_grads = tl.where(rows[:, None] >= rows[None, :], grads, -turned) * scale
-    if DOCUMENTS:
-        own, before, end = load_doc_ids(doc_ids, start, T, C)
-        pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
-    self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], pair_grads, 0.0), axis=1)
+    if kind == STEEP:
+        # a token sees itself, and the state after the chunk the last one
+        by_itself = tl.sum(tl.where(rows[:, None] == rows[None, :], grads, 0.0), axis=1)[:, None] * scale
+        key_grads = tl.where((rows == tl.minimum(C, T - start) - 1)[:, None], key_grads, 0.0)
+        key_grads += by_itself * load_tile(q, start, T, H, K, first_key, C, BK)
+        store_tile(dq, by_itself * load_tile(k, start, T, H, K, first_key, C, BK), start, T, H, K, first_key, C, BK)
+        store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
+        store_tile(dg, tl.zeros([C, BK], tl.float32), start, T, H, K, first_key, C, BK)
+    else:
+        # of the pairs of all sizes, G of `intra`
+        pair_grads = tl.where(rows[:, None] >= rows[None, :], grads, -turned) * scale
+        if DOCUMENTS:
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
+            pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
+        self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], pair_grads, 0.0), axis=1)
 
-    sums = laid_out_like(load_tile(b, start, T, H, K, first_key, C, BK), query_grads)
-    queries = laid_out_like(load_tile(q, start, T, H, K, first_key, C, BK), query_grads)
-    keys = laid_out_like(load_tile(k, start, T, H, K, first_key, C, BK), query_grads)
-    total = load_last_row(b, start, T, H, K, first_key, C, BK)
-    to_end = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
-    from_start = decay(sums) * scale
-    if DOCUMENTS:
-        to_end = tl.where((own == end)[:, None], to_end, 0.0)
-        from_start = tl.where((own == before)[:, None], from_start, 0.0)
-    key_grads *= to_end
-    leaving = keys.to(tl.float32) * key_grads
-    query_grads *= from_start
-    terms = queries.to(tl.float32) * query_grads
-    columns = first_key + tl.arange(0, BK)
-    passing *= tl.load(factors + index * 4 * K + CROSS * K + columns, mask=columns < K, other=0.0)
-    query_grads += self_grads[:, None] * keys.to(tl.float32)
-    key_grads += self_grads[:, None] * queries.to(tl.float32)
-    joined = join(queries, keys) if JOINED else queries
-    for shift in range(6):
-        is_query, factor, tokens = decayed(
-            b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
-        )
-        size_grads = tl.where(split_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
-        seen = tl.dot(size_grads, tokens, input_precision=PRECISION)
-        moved = factor * seen
-        to_query = tl.where(is_query, 1.0, 0.0)[:, None]
-        query_grads += to_query * moved
-        key_grads += (to_query - 1.0) * moved
-        terms += tokens.to(tl.float32) * seen
-    store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
-    store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
+        sums = laid_out_like(load_tile(b, start, T, H, K, first_key, C, BK), query_grads)
+        queries = laid_out_like(load_tile(q, start, T, H, K, first_key, C, BK), query_grads)
+        keys = laid_out_like(load_tile(k, start, T, H, K, first_key, C, BK), query_grads)
+        total = load_last_row(b, start, T, H, K, first_key, C, BK)
+        to_end = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
+        from_start = decay(sums) * scale
+        if DOCUMENTS:
+            to_end = tl.where((own == end)[:, None], to_end, 0.0)
+            from_start = tl.where((own == before)[:, None], from_start, 0.0)
+        key_grads *= to_end
+        leaving = keys.to(tl.float32) * key_grads
+        query_grads *= from_start
+        terms = queries.to(tl.float32) * query_grads
+        columns = first_key + tl.arange(0, BK)
+        passing *= tl.load(factors + index * 4 * K + CROSS * K + columns, mask=columns < K, other=0.0)
+        query_grads += self_grads[:, None] * keys.to(tl.float32)
+        key_grads += self_grads[:, None] * queries.to(tl.float32)
+        joined = join(queries, keys) if JOINED else queries
+        for shift in range(6):
+            is_query, factor, tokens = decayed(
+                b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
+            )
+            size_grads = tl.where(split_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
+            seen = tl.dot(size_grads, tokens, input_precision=PRECISION)
+            moved = factor * seen
+            to_query = tl.where(is_query, 1.0, 0.0)[:, None]
+            query_grads += to_query * moved
+            key_grads += (to_query - 1.0) * moved
+            terms += tokens.to(tl.float32) * seen
+        store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
+        store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
 
-    parts: tl.constexpr = 2 if k.dtype.element_ty == tl.bfloat16 else 0
-    later = rows[:, None] <= rows[None, :]
-    if DOCUMENTS:
-        # not past a restart: terms of the next document add up to 0 only within its rounding
-        later = later & (own[:, None] == own[None, :])
-    decay_grads = passing[None, :] + _sum_tokens(later, terms, parts)
-    decay_grads += _sum_tokens(rows[:, None] > rows[None, :], leaving, parts)
-    if DOCUMENTS:
-        previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
-        decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
-    store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
+        parts: tl.constexpr = 2 if k.dtype.element_ty == tl.bfloat16 else 0
+        later = rows[:, None] <= rows[None, :]
+        if DOCUMENTS:
+            # not past a restart: terms of the next document add up to 0 only within its rounding
+            later = later & (own[:, None] == own[None, :])
+        decay_grads = passing[None, :] + _sum_tokens(later, terms, parts)
+        decay_grads += _sum_tokens(rows[:, None] > rows[None, :], leaving, parts)
+        if DOCUMENTS:
+            previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
+            decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
+        store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
 
 
 @jit
@@ -271,7 +261,7 @@ def other_grads_kernel(
     JOINED: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """One program computes BK columns of the gradients of those of CHUNKS chunks of one head that are others.
+    """One program computes BK columns of the gradients of those of CHUNKS chunks of one head that are not plain.
 
     A program for plain chunks as well would take the registers of both. JOINED: see `join`; bf16 only.
     """
@@ -285,9 +275,10 @@ def other_grads_kernel(
     for step in tl.range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk), disable_licm=True):
         chunk = first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
-        if tl.load(kinds + index) == OTHER:
+        kind = tl.load(kinds + index)
+        if kind <= 0:
             _other_grads(
-                q + of_keys, k + of_keys, v + of_values, b + of_keys, do + of_values, doc_ids, factors, states,
+                q + of_keys, k + of_keys, v + of_values, b + of_keys, do + of_values, doc_ids, kind, factors, states,
                 state_grads, dq + of_keys, dk + of_keys, dg + of_keys, index, chunk * C, first_key, scale, T, H, K, V,
                 C, BK, BV, DOCUMENTS, SUMMED, PRECISION, JOINED,
             )  # fmt: skip

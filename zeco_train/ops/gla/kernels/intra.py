@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels import jit
-from zeco_train.ops.gla.kernels.states import OTHER, STEEP
+from zeco_train.ops.gla.kernels.states import STEEP
 from zeco_train.ops.gla.kernels.tiles import (
     head_offset,
     load_doc_ids,
@@ -111,7 +111,7 @@ def scores_kernel(
     offset = head_offset(batch_head, T, H, K)
     total = tl.zeros([C, C], tl.float32)
     kind = tl.load(kinds + index)
-    if (kind != OTHER) & (kind != STEEP):
+    if kind > 0:
         for first_key in range(0, K, BK):
             own_queries = load_tile(queries + offset, start, T, H, K, first_key, C, BK)
             own_keys = load_tile(keys + offset, start, T, H, K, first_key, C, BK)

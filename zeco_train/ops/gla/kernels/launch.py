@@ -96,7 +96,7 @@ MOST_HEADS = 65_535
 NARROWEST = {torch.bfloat16: 64, torch.float32: 32}
 NARROWEST_SCORES = 32
 NARROWEST_JOINED = 64
-# Chunks of a program for those of other kinds; without any, it ends after their checks.
+# Chunks of a program for those that are not plain; without any, it ends after their checks.
 GROUP = 4
 
 
@@ -309,7 +309,7 @@ class GlaKernels(SegmentKernels):
         options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            q, k, queries, keys, v, b, do, kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
+            queries, keys, v, b, do, kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
             **self._precision, **options.launch,
         )  # fmt: skip
         options = self.tuning.other_grads

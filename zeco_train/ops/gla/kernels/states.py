@@ -39,9 +39,8 @@ ENTER: tl.constexpr = tl.constexpr(0)
 CROSS: tl.constexpr = tl.constexpr(1)
 LEAVE: tl.constexpr = tl.constexpr(2)
 TOTAL: tl.constexpr = tl.constexpr(3)
-# Kinds of chunks, see `operands_kernel`; those between are plain.
-OTHER: tl.constexpr = tl.constexpr(0)
-STEEP: tl.constexpr = tl.constexpr(3)
+# The kind of steep chunks, see `operands_kernel`; plain ones are at least 1, others 0.
+STEEP: tl.constexpr = tl.constexpr(-1)
 
 
 @jit
@@ -54,7 +53,7 @@ def operands_kernel(
     queries,  # [B, T, H, K], written: q*
     keys,  # [B, T, H, K], written: k*
     factors,  # [N, B, H, 4, K] fp32, written
-    kinds,  # [N, B, H] int32, written: OTHER, STEEP, or 1 if plain, 2 if so and a document starts with the chunk
+    kinds,  # [N, B, H] int32, written: STEEP, 0, or 1 if plain, 2 if so and a document starts with the chunk
     scale,
     T,
     H,
@@ -135,7 +134,7 @@ def operands_kernel(
             own = load_tile(g, start, T, H, K, first_key, C, BK)
             inside = (rows < T - start)[:, None] & (first_key + tl.arange(0, BK) < K)[None, :]
             slowest = tl.maximum(slowest, tl.max(tl.where(inside, own, VANISHING)))
-        kind = tl.where(slowest <= VANISHING, STEEP, OTHER)
+        kind = tl.where(slowest <= VANISHING, STEEP, 0)
     tl.store(kinds + index, kind)
 
 
