@@ -18,7 +18,6 @@ from zeco_train.kernels import cdiv, jit
 from zeco_train.ops.gla.kernels.grads import load_states
 from zeco_train.ops.gla.kernels.intra import decayed
 from zeco_train.ops.gla.kernels.launch import CHUNK, NARROWEST, GlaKernelBackward, GlaKernels, options_for
-from zeco_train.ops.gla.kernels.states import STEEP
 from zeco_train.ops.gla.kernels.tiles import decay, head_offset, load_doc_ids, load_tile, split_pairs, store_tile
 from zeco_train.ops.kept import TileOptions
 from zeco_train.ops.kernel_operands import dense, with_padded_heads
@@ -93,7 +92,7 @@ def outputs_kernel(
         self = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), axis=1)
         seen = seen * from_start + self[:, None] * own.to(tl.float32)
         # log₂ C sizes of blocks, see `intra`; only pairs below the diagonal are left, so queries lie in later blocks
-        for shift in range(tl.where(kind == STEEP, 0, 6)):
+        for shift in range(tl.where(kind < 0, 0, 6)):
             is_query, factor, tokens = decayed(
                 b, sums, own, own, own, shift, start, T, H, K, first_key, C, BK, JOINED=False
             )

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.intra import decayed, join
-from zeco_train.ops.gla.kernels.states import CROSS, STEEP
+from zeco_train.ops.gla.kernels.states import CROSS
 from zeco_train.ops.gla.kernels.tiles import (
     decay,
     head_offset,
@@ -170,22 +170,19 @@ def _other_grads(
     grads, turned, query_grads, key_grads, passing = _of_values(
         v, do, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, True, SUMMED, PRECISION
     )
-    if kind == STEEP:
+    self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], grads, 0.0), axis=1)[:, None] * scale
+    if kind < 0:
         # a token sees itself, and the state after the chunk the last one
-        by_itself = tl.sum(tl.where(rows[:, None] == rows[None, :], grads, 0.0), axis=1)[:, None] * scale
+        query_grads = self_grads * load_tile(k, start, T, H, K, first_key, C, BK)
         key_grads = tl.where((rows == tl.minimum(C, T - start) - 1)[:, None], key_grads, 0.0)
-        key_grads += by_itself * load_tile(q, start, T, H, K, first_key, C, BK)
-        store_tile(dq, by_itself * load_tile(k, start, T, H, K, first_key, C, BK), start, T, H, K, first_key, C, BK)
-        store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
-        store_tile(dg, tl.zeros([C, BK], tl.float32), start, T, H, K, first_key, C, BK)
+        key_grads += self_grads * load_tile(q, start, T, H, K, first_key, C, BK)
+        decay_grads = tl.zeros([C, BK], tl.float32)
     else:
         # of the pairs of all sizes, G of `intra`
         pair_grads = tl.where(rows[:, None] >= rows[None, :], grads, -turned) * scale
         if DOCUMENTS:
             own, before, end = load_doc_ids(doc_ids, start, T, C)
             pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
-        self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], pair_grads, 0.0), axis=1)
-
         sums = laid_out_like(load_tile(b, start, T, H, K, first_key, C, BK), query_grads)
         queries = laid_out_like(load_tile(q, start, T, H, K, first_key, C, BK), query_grads)
         keys = laid_out_like(load_tile(k, start, T, H, K, first_key, C, BK), query_grads)
@@ -201,8 +198,8 @@ def _other_grads(
         terms = queries.to(tl.float32) * query_grads
         columns = first_key + tl.arange(0, BK)
         passing *= tl.load(factors + index * 4 * K + CROSS * K + columns, mask=columns < K, other=0.0)
-        query_grads += self_grads[:, None] * keys.to(tl.float32)
-        key_grads += self_grads[:, None] * queries.to(tl.float32)
+        query_grads += self_grads * keys.to(tl.float32)
+        key_grads += self_grads * queries.to(tl.float32)
         joined = join(queries, keys) if JOINED else queries
         for shift in range(6):
             is_query, factor, tokens = decayed(
@@ -215,9 +212,6 @@ def _other_grads(
             query_grads += to_query * moved
             key_grads += (to_query - 1.0) * moved
             terms += tokens.to(tl.float32) * seen
-        store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
-        store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
-
         parts: tl.constexpr = 2 if k.dtype.element_ty == tl.bfloat16 else 0
         later = rows[:, None] <= rows[None, :]
         if DOCUMENTS:
@@ -228,7 +222,9 @@ def _other_grads(
         if DOCUMENTS:
             previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
             decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
-        store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
+    store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
+    store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
+    store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
 
 
 @jit

@@ -27,7 +27,6 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels import jit
-from zeco_train.ops.gla.kernels.states import STEEP
 from zeco_train.ops.gla.kernels.tiles import (
     head_offset,
     load_doc_ids,
@@ -126,7 +125,7 @@ def scores_kernel(
             total = tl.where(rows[:, None] == rows[None, :], total + self, total)
             joined = join(own_queries, own_keys) if JOINED else own_queries
             # log₂ C sizes of blocks
-            for shift in range(tl.where(kind == STEEP, 0, 6)):
+            for shift in range(tl.where(kind < 0, 0, 6)):
                 _, _, tokens = decayed(
                     b + offset, sums, joined, own_queries, own_keys, shift, start, T, H, K, first_key, C, BK, JOINED
                 )

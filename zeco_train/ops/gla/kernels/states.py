@@ -39,8 +39,6 @@ ENTER: tl.constexpr = tl.constexpr(0)
 CROSS: tl.constexpr = tl.constexpr(1)
 LEAVE: tl.constexpr = tl.constexpr(2)
 TOTAL: tl.constexpr = tl.constexpr(3)
-# The kind of steep chunks, see `operands_kernel`; plain ones are at least 1, others 0.
-STEEP: tl.constexpr = tl.constexpr(-1)
 
 
 @jit
@@ -53,7 +51,7 @@ def operands_kernel(
     queries,  # [B, T, H, K], written: q*
     keys,  # [B, T, H, K], written: k*
     factors,  # [N, B, H, 4, K] fp32, written
-    kinds,  # [N, B, H] int32, written: STEEP, 0, or 1 if plain, 2 if so and a document starts with the chunk
+    kinds,  # [N, B, H] int32, written: 1 if plain, 2 if so and a document starts with it; −1 if steep; else 0
     scale,
     T,
     H,
@@ -89,9 +87,11 @@ def operands_kernel(
         first = tl.sum(tl.where((rows < C // 2)[:, None], own, 0.0), axis=0)
         worst = tl.minimum(worst, tl.min(tl.minimum(first, tl.sum(own, axis=0) - first)))
     is_plain = worst >= -LARGEST_EXPONENT
+    kind = 1
     if DOCUMENTS:
         ids, before, end = load_doc_ids(doc_ids, start, T, C)
         is_plain = is_plain & (tl.load(doc_ids + start) == end)
+        kind = tl.where(before == end, 1, 2)
 
     for first_key in range(0, K, BK):
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
@@ -125,16 +125,13 @@ def operands_kernel(
         tl.store(of_chunk + LEAVE * K, leave, mask=inside)
         tl.store(of_chunk + TOTAL * K, total, mask=inside)
 
-    kind = 1
-    if DOCUMENTS:
-        kind = tl.where(before == end, 1, 2)
     if not is_plain:
         slowest = VANISHING
         for first_key in range(0, K, BK):
             own = load_tile(g, start, T, H, K, first_key, C, BK)
             inside = (rows < T - start)[:, None] & (first_key + tl.arange(0, BK) < K)[None, :]
             slowest = tl.maximum(slowest, tl.max(tl.where(inside, own, VANISHING)))
-        kind = tl.where(slowest <= VANISHING, STEEP, 0)
+        kind = tl.where(slowest <= VANISHING, -1, 0)
     tl.store(kinds + index, kind)
 
 
