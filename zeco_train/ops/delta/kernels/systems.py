@@ -34,6 +34,7 @@ import triton.language as tl
 from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import (
     LARGEST_EXPONENT,
+    VANISHING,
     decay,
     head_offset,
     laid_out_like,
@@ -78,8 +79,6 @@ def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl
 
 # Of what fp16 numbers hold in products for the inverse.
 _UNIT: tl.constexpr = tl.constexpr(2.0**10)
-# fp32 rounds to 2^-24, and sums over a chunk are of up to 2^12 pairs in 2^8 channels: those of 2^-44 do not count.
-VANISHING: tl.constexpr = tl.constexpr(-44 * 0.6931472)
 # Kinds of chunks: plain ones are at least 1. In those of weak decays a state has no factor but after the tokens.
 WEAK: tl.constexpr = tl.constexpr(2)
 

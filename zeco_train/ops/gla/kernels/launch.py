@@ -49,7 +49,7 @@ class GlaTuning:
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
     states: TileOptions = TileOptions(64, 64, 4, 3)
     plain_grads: TileOptions = TileOptions(64, 64, 4, 3)
-    other_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    other_grads: TileOptions = TileOptions(64, 64, 8, 3)
     join: TileOptions = TileOptions(64, 64, 4, 1)
     programs: int = 264
 
@@ -184,7 +184,7 @@ class WalkOperands(NamedTuple):
     queries: Tensor  # [B, T, H, K] in the dtype of the inputs
     keys: Tensor  # [B, T, H, K]
     factors: Tensor  # [N, B, H, 4, K] fp32
-    plain: Tensor  # [N, B, H] int32
+    kinds: Tensor  # [N, B, H] int32
 
 
 class GlaKernels(SegmentKernels):
@@ -286,7 +286,7 @@ class GlaKernels(SegmentKernels):
         scores, options = self._new(*self.scores_shape, dtype=self.dtype), self.tuning.scores
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
         scores_kernel[(self.num_chunks, self.BH)](
-            q, k, b, operands.queries, operands.keys, operands.plain, self.doc_ids, scores, self.scale,
+            q, k, b, operands.queries, operands.keys, operands.kinds, self.doc_ids, scores, self.scale,
             self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK, JOINED=self._joined(BK), **self.flags, **options.launch,
         )  # fmt: skip
         return scores
@@ -304,18 +304,18 @@ class GlaKernels(SegmentKernels):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dg."""
         dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
-        queries, keys, factors, plain = operands
+        queries, keys, factors, kinds = operands
         found = states, state_grads, dq, dk, dg, self.scale, self.T, self.H, self.K, self.V, self.BH
         options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            queries, keys, v, b, do, plain, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
+            queries, keys, v, b, do, kinds, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
             **self._precision, **options.launch,
         )  # fmt: skip
         options = self.tuning.other_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
-            q, k, v, b, do, self.doc_ids, plain, factors, *found, C=CHUNK, BK=BK, BV=BV,
+            q, k, v, b, do, self.doc_ids, kinds, factors, *found, C=CHUNK, BK=BK, BV=BV,
             SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
         )  # fmt: skip
         return dq, dk, dg
