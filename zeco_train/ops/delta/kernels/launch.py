@@ -290,15 +290,41 @@ class DeltaKernels:
     def join(
         self, states: Tensor, transitions: Tensor, start: Tensor | None = None, *, reverse: bool = False
     ) -> Tensor:
-        """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
-        found, options = torch.empty_like(states), self.tuning.join
-        BN, BV = options.tile(self.K, self.V)
-        join_kernel[(cdiv(self.V, BV), self.BH)](
-            start, states, transitions, found, self.K, self.V, self.BH, len(states), BN=BN,
-            BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
-            **options.launch,
-        )  # fmt: skip
+        """States at the segments' borders, from `start`: `starts_shape`, without the last.
+
+        Without `start`, which is 0 then, all of them, of which the one of 0 is not written, [J + 1, B, H, K, V].
+        """
+        if start is not None:
+            found = torch.empty_like(states)
+            self._join(start, states, transitions, found, reverse=reverse)
+            return found
+        found = self._new(len(states) + 1, *states.shape[1:])
+        self._join(None, states, transitions, found[:-1] if reverse else found[1:], reverse=reverse)
         return found
+
+    def product(self, transitions: Tensor) -> Tensor:
+        """The transition of all segments, [B, H, K, K]."""
+        found = torch.empty_like(transitions[0])
+        self._join(None, transitions, transitions, found, product=True)
+        return found
+
+    def _join(
+        self,
+        start: Tensor | None,
+        states: Tensor,
+        transitions: Tensor,
+        found: Tensor,
+        *,
+        reverse: bool = False,
+        product: bool = False,
+    ) -> None:
+        options, width = self.tuning.join, states.shape[-1]
+        BN, BV = options.tile(self.K, width)
+        join_kernel[(cdiv(width, BV), self.BH)](
+            start, states, transitions, found, self.K, width, self.BH, len(states), BN=BN,
+            BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRODUCT=product,
+            PRECISION="tf32x3", **options.launch,
+        )  # fmt: skip
 
     def input_grads(
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor, kinds: Tensor | None
@@ -347,20 +373,24 @@ class _DeltaKernelForward(ForwardBase):
         self._states, self._transitions = self._launcher.summaries(self._operands)
 
     @cached_property
+    def _borders(self) -> Tensor:
+        return self._launcher.join(self._states, self._transitions)
+
+    @property
     def state(self) -> Tensor:
-        return self._launcher.join(self._states, self._transitions)[-1]
+        return self._borders[-1]
 
     @cached_property
     def transition(self) -> Tensor:
-        # A copy, since the segments' transitions are saved, too.
-        joined = self._transitions[0].clone()
-        for later in self._transitions[1:]:
-            joined = later @ joined
-        return joined
+        return self._launcher.product(self._transitions)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
-        starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
+        if self.from_zero and "_borders" in vars(self):  # for other ranks already
+            starts = self._borders[:-1]
+            starts[0].zero_()
+        else:
+            starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
         of_chunks = self._operands.scores, self._operands.inverses, self._operands.kinds
         kept = starts, self._transitions, *(x for x in of_chunks if x is not None)
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
@@ -380,8 +410,12 @@ class _DeltaKernelBackward(BackwardBase):
         self._local = self._launcher.local_grads(self._operands, self._do)
 
     @cached_property
+    def _borders(self) -> Tensor:
+        return self._launcher.join(self._local, self._transitions, reverse=True)
+
+    @property
     def state_grad(self) -> Tensor:
-        return self._launcher.join(self._local, self._transitions, reverse=True)[0]
+        return self._borders[0]
 
     def overlap(self) -> None:
         # The true states again: they need no gradients of states.
@@ -389,7 +423,11 @@ class _DeltaKernelBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self._local.shape[1:])
-        ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
+        if self.from_zero and "_borders" in vars(self):
+            ends = self._borders[1:]
+            ends[-1].zero_()
+        else:
+            ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
         grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
         of_tokens = self._states, grads, self._added, dv
         dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, *of_tokens, self._operands.kinds)
