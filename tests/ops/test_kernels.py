@@ -382,7 +382,7 @@ def test_states_that_no_rank_reads_are_not_computed(monkeypatch: pytest.MonkeyPa
 
 
 def _joins_from_zero(rank: int, world_size: int) -> tuple[int, list[str]]:
-    """Joins of passes that know that R and D_in are 0, and results that differ from those of passes that do not."""
+    """Joins of passes that know that R and D_in are 0, one of M; results that differ from those of passes that do not."""
     from zeco_train.ops.delta.kernels.launch import DeltaKernels
 
     case = KernelCase("gated_delta", 150, (1, 1, 2, 16, 16), changes=MANY)
@@ -398,7 +398,7 @@ def _joins_from_zero(rank: int, world_size: int) -> tuple[int, list[str]]:
 
 def test_segments_that_nothing_precedes_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert run_distributed(_joins_from_zero, 1, fresh=True) == [(2, [])]
+    assert run_distributed(_joins_from_zero, 1, fresh=True) == [(3, [])]
 
 
 def _ulps_of_sums(rank: int, world_size: int) -> float:

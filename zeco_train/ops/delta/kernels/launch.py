@@ -290,41 +290,24 @@ class DeltaKernels:
     def join(
         self, states: Tensor, transitions: Tensor, start: Tensor | None = None, *, reverse: bool = False
     ) -> Tensor:
-        """States at the segments' borders, from `start`: `starts_shape`, without the last.
+        """States at the segments' borders, from `start` all but the last, from 0 all J + 1, but the 0 is not written.
 
-        Without `start`, which is 0 then, all of them, of which the one of 0 is not written, [J + 1, B, H, K, V].
+        With the transitions in place of states the transition of all segments, [B, H, K, K].
         """
-        if start is not None:
-            found = torch.empty_like(states)
-            self._join(start, states, transitions, found, reverse=reverse)
-            return found
-        found = self._new(len(states) + 1, *states.shape[1:])
-        self._join(None, states, transitions, found[:-1] if reverse else found[1:], reverse=reverse)
-        return found
-
-    def product(self, transitions: Tensor) -> Tensor:
-        """The transition of all segments, [B, H, K, K]."""
-        found = torch.empty_like(transitions[0])
-        self._join(None, transitions, transitions, found, product=True)
-        return found
-
-    def _join(
-        self,
-        start: Tensor | None,
-        states: Tensor,
-        transitions: Tensor,
-        found: Tensor,
-        *,
-        reverse: bool = False,
-        product: bool = False,
-    ) -> None:
-        options, width = self.tuning.join, states.shape[-1]
+        width, product = states.shape[-1], states is transitions
+        if product or start is not None:
+            found = borders = torch.empty_like(states[0] if product else states)
+        else:
+            borders = self._new(len(states) + 1, *states.shape[1:])
+            found = borders[:-1] if reverse else borders[1:]
+        options = self.tuning.join
         BN, BV = options.tile(self.K, width)
         join_kernel[(cdiv(width, BV), self.BH)](
             start, states, transitions, found, self.K, width, self.BH, len(states), BN=BN,
             BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRODUCT=product,
             PRECISION="tf32x3", **options.launch,
         )  # fmt: skip
+        return borders
 
     def input_grads(
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor, kinds: Tensor | None
@@ -382,7 +365,7 @@ class _DeltaKernelForward(ForwardBase):
 
     @cached_property
     def transition(self) -> Tensor:
-        return self._launcher.product(self._transitions)
+        return self._launcher.join(self._transitions, self._transitions)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
