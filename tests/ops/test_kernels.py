@@ -382,7 +382,7 @@ def test_states_that_no_rank_reads_are_not_computed(monkeypatch: pytest.MonkeyPa
 
 
 def _joins_from_zero(rank: int, world_size: int) -> tuple[int, list[str]]:
-    """Joins of passes that know that R and D_in are 0, one of M; results that differ from those of passes that do not."""
+    """Joins, one of them of M, of passes that know that R and D_in are 0; results that differ from other passes'."""
     from zeco_train.ops.delta.kernels.launch import DeltaKernels
 
     case = KernelCase("gated_delta", 150, (1, 1, 2, 16, 16), changes=MANY)
