@@ -64,6 +64,7 @@ class DeltaTuning:
     grads: TileOptions = TileOptions(128, 64, 8, 3)
     channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
     join: TileOptions = TileOptions(128, 16, 8, 3)
+    registers: int | None = None  # of the walk beside a scan; 224 leave 64 a thread to 4 warps of the scan's kernel
     programs: int = 132  # of a walk, that saturate the chip, all at once
     joining: float = 0.5  # chunks that all walks together take as long for as for joining one more segment, estimated
 
@@ -80,7 +81,7 @@ def _narrow(walk: TileOptions) -> DeltaTuning:
 # with 8 warps is slow with fewer than 128 columns: each half of the warps computes all.
 KEPT: dict[Key, DeltaTuning] = {
     ((9, 0), torch.bfloat16, 64): replace(_walks(_SMALL_WALK), grads=DeltaTuning.grads, join=DeltaTuning.join),
-    ((9, 0), torch.bfloat16, 128): DeltaTuning(),
+    ((9, 0), torch.bfloat16, 128): DeltaTuning(registers=224),
     ((9, 0), torch.bfloat16, 256): DeltaTuning(
         summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
         walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
@@ -228,7 +229,8 @@ class DeltaKernels:
     def states(self, operands: WalkOperands, starts: Tensor) -> tuple[Tensor, Tensor]:
         """True states before the chunks [N, B, H, V, K], and new values [B, T, H, V], in the dtype of the tokens."""
         states, added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
-        self._forward(self._walk, operands, starts=starts, states=states, added=added)
+        options = self._walk if self.by_channel else replace(self._walk, max_registers=self.tuning.registers)
+        self._forward(options, operands, starts=starts, states=states, added=added)
         return states, added
 
     def _forward(
