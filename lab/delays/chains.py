@@ -6,8 +6,8 @@ microsecond that a GPU takes for another stream. Every hop crosses the link betw
 
 The kernel is that of All-Scan `chain` with its protocol. A kernel waits for ranks before it only, so the kernels of a
 GPU would end even if they ran one after the other; they are small enough to run at once. Those of `two_shot` wait for
-one another, and must: every kernel is loaded first, since loading one may wait for those that run, and all CTAs of a
-GPU's ranks have to fit on it. (64 CTAs with matrices do for two ranks a GPU, not for four: 96 KB of shared memory each.)
+one another, and must. Every kernel is loaded first, since loading one may wait for those that run. Kernels that share
+multiprocessors slow each other down: with matrices, 64 CTAs each, a hop of two ranks a GPU is one, of four it is not.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from zeco_train.ops.layer_states import StateInput
 from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator import Target, assume
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import keeping_states
+from zeco_train.ops.passes import BackwardBase, ForwardBase, keeping_states
 from zeco_train.ops.scalar_decay.kernels.launch import ScalarDecayTuning
 from zeco_train.ops.seam import Exchange
 from zeco_train.sp.exchange import local_exchange
@@ -381,6 +381,26 @@ def _errors_without_summaries(rank: int, world_size: int) -> list[float]:
 def test_states_that_no_rank_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert max(run_distributed(_errors_without_summaries, 1, fresh=True)[0]) < 1e-5
+
+
+def _joins_from_zero(rank: int, world_size: int) -> tuple[int, list[str]]:
+    """Joins, one of them of M, of passes that know that R and D_in are 0; results that differ from other passes'."""
+    from zeco_train.ops.delta.kernels.launch import DeltaKernels
+
+    case = KernelCase("gated_delta", 150, (1, 1, 2, 16, 16), changes=MANY)
+    tensors = case.tensors(torch.float32, CPU)
+    tensors |= {name: torch.zeros_like(tensors[name]) for name in ("R", "D_in")}
+    plain = case.found(tensors)
+    bases = [mock.patch.object(base, "from_zero", True) for base in (ForwardBase, BackwardBase)]
+    counted = mock.patch.object(DeltaKernels, "join", autospec=True, side_effect=DeltaKernels.join)
+    with bases[0], bases[1], counted as join:
+        found = case.found(tensors)
+    return join.call_count, [name for name in plain if not torch.equal(plain[name], found[name])]
+
+
+def test_segments_that_nothing_precedes_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run_distributed(_joins_from_zero, 1, fresh=True) == [(3, [])]
 
 
 def _ulps_of_sums(rank: int, world_size: int) -> float:

@@ -29,7 +29,7 @@ from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.linear import Aside, linear, weight_grad
 from zeco_train.ops.operator import Kind, Operator
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
+from zeco_train.ops.passes import BackwardBase, BackwardPass, ForwardBase, ForwardPass, Passes
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
@@ -168,6 +168,8 @@ def _mix(
             state = local.state if sends else _unread(chosen.state_shape(operands), like)
             request = ScanRequest(state, transition, False, carry_in, wanted, cuts)
             pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
+            if isinstance(local, ForwardBase):
+                local.from_zero = exchange.is_first and carry_in is None
             local.overlap()
             beside = _outputs_beside(aside)
             received = _whole(pending) if chosen.reads_whole else pending.wait()
@@ -255,6 +257,8 @@ def _mix_backward(
         grad = local.state_grad if sends else _unread(chosen.state_shape(operands), do)
         request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, cuts)
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
+        if isinstance(local, BackwardBase):
+            local.from_zero = exchange.is_last and dcarry_out is None
         local.overlap()
         dweights = [weight_grad(*aside)] if aside else []
         incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()

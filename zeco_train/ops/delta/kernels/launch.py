@@ -64,6 +64,7 @@ class DeltaTuning:
     grads: TileOptions = TileOptions(128, 64, 8, 3)
     channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
     join: TileOptions = TileOptions(128, 16, 8, 3)
+    registers: int | None = None  # of the walk beside a scan; 224 leave 64 a thread to 4 warps of the scan's kernel
     programs: int = 132  # of a walk, that saturate the chip, all at once
     joining: float = 0.5  # chunks that all walks together take as long for as for joining one more segment, estimated
 
@@ -80,7 +81,7 @@ def _narrow(walk: TileOptions) -> DeltaTuning:
 # with 8 warps is slow with fewer than 128 columns: each half of the warps computes all.
 KEPT: dict[Key, DeltaTuning] = {
     ((9, 0), torch.bfloat16, 64): replace(_walks(_SMALL_WALK), grads=DeltaTuning.grads, join=DeltaTuning.join),
-    ((9, 0), torch.bfloat16, 128): DeltaTuning(),
+    ((9, 0), torch.bfloat16, 128): DeltaTuning(registers=224),
     ((9, 0), torch.bfloat16, 256): DeltaTuning(
         summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
         walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
@@ -228,7 +229,8 @@ class DeltaKernels:
     def states(self, operands: WalkOperands, starts: Tensor) -> tuple[Tensor, Tensor]:
         """True states before the chunks [N, B, H, V, K], and new values [B, T, H, V], in the dtype of the tokens."""
         states, added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
-        self._forward(self._walk, operands, starts=starts, states=states, added=added)
+        options = self._walk if self.by_channel else replace(self._walk, max_registers=self.tuning.registers)
+        self._forward(options, operands, starts=starts, states=states, added=added)
         return states, added
 
     def _forward(
@@ -290,15 +292,24 @@ class DeltaKernels:
     def join(
         self, states: Tensor, transitions: Tensor, start: Tensor | None = None, *, reverse: bool = False
     ) -> Tensor:
-        """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
-        found, options = torch.empty_like(states), self.tuning.join
-        BN, BV = options.tile(self.K, self.V)
-        join_kernel[(cdiv(self.V, BV), self.BH)](
-            start, states, transitions, found, self.K, self.V, self.BH, len(states), BN=BN,
-            BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
-            **options.launch,
+        """States at the segments' borders, from `start` all but the last, from 0 all J + 1, but the 0 is not written.
+
+        With the transitions in place of states the transition of all segments, [B, H, K, K].
+        """
+        width, product = states.shape[-1], states is transitions
+        if product or start is not None:
+            found = borders = torch.empty_like(states[0] if product else states)
+        else:
+            borders = self._new(len(states) + 1, *states.shape[1:])
+            found = borders[:-1] if reverse else borders[1:]
+        options = self.tuning.join
+        BN, BV = options.tile(self.K, width)
+        join_kernel[(cdiv(width, BV), self.BH)](
+            start, states, transitions, found, self.K, width, self.BH, len(states), BN=BN,
+            BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRODUCT=product,
+            PRECISION="tf32x3", **options.launch,
         )  # fmt: skip
-        return found
+        return borders
 
     def input_grads(
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor, kinds: Tensor | None
@@ -347,20 +358,24 @@ class _DeltaKernelForward(ForwardBase):
         self._states, self._transitions = self._launcher.summaries(self._operands)
 
     @cached_property
+    def _borders(self) -> Tensor:
+        return self._launcher.join(self._states, self._transitions)
+
+    @property
     def state(self) -> Tensor:
-        return self._launcher.join(self._states, self._transitions)[-1]
+        return self._borders[-1]
 
     @cached_property
     def transition(self) -> Tensor:
-        # A copy, since the segments' transitions are saved, too.
-        joined = self._transitions[0].clone()
-        for later in self._transitions[1:]:
-            joined = later @ joined
-        return joined
+        return self._launcher.join(self._transitions, self._transitions)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
-        starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
+        if self.from_zero and "_borders" in vars(self):  # for other ranks already
+            starts = self._borders[:-1]
+            starts[0].zero_()
+        else:
+            starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
         of_chunks = self._operands.scores, self._operands.inverses, self._operands.kinds
         kept = starts, self._transitions, *(x for x in of_chunks if x is not None)
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
@@ -380,8 +395,12 @@ class _DeltaKernelBackward(BackwardBase):
         self._local = self._launcher.local_grads(self._operands, self._do)
 
     @cached_property
+    def _borders(self) -> Tensor:
+        return self._launcher.join(self._local, self._transitions, reverse=True)
+
+    @property
     def state_grad(self) -> Tensor:
-        return self._launcher.join(self._local, self._transitions, reverse=True)[0]
+        return self._borders[0]
 
     def overlap(self) -> None:
         # The true states again: they need no gradients of states.
@@ -389,7 +408,11 @@ class _DeltaKernelBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self._local.shape[1:])
-        ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
+        if self.from_zero and "_borders" in vars(self):
+            ends = self._borders[1:]
+            ends[-1].zero_()
+        else:
+            ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
         grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
         of_tokens = self._states, grads, self._added, dv
         dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, *of_tokens, self._operands.kinds)

@@ -286,9 +286,9 @@ def reverse_walk_kernel(
 @jit
 def join_kernel(
     start,  # [B, H, K, V] fp32, read with STARTS
-    states,  # [J, B, H, K, V] fp32: of segments, from 0
+    states,  # [J, B, H, K, V] fp32: of segments, from 0; with PRODUCT `transitions`, so V is K
     transitions,  # [J, B, H, K, K] fp32
-    found,  # [J, B, H, K, V] fp32, written
+    found,  # [J, B, H, K, V] fp32, written; with PRODUCT [B, H, K, K]
     K: tl.constexpr,
     V: tl.constexpr,
     BH,
@@ -298,12 +298,13 @@ def join_kernel(
     BV: tl.constexpr,
     STARTS: tl.constexpr,
     REVERSE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program joins BV columns of the segments of one head, K <= BK, BN rows at a time.
 
     With STARTS, states before the segments, the first of which is `start`; else after them, from 0. REVERSE: from the
-    last segment on, with transposed transitions.
+    last segment on, with transposed transitions. PRODUCT: the transition of all segments instead.
     """
     first_value = tl.program_id(0) * BV
     batch_head = tl.program_id(1)
@@ -318,9 +319,10 @@ def join_kernel(
     for step in range(1, num_segments):
         index = (segment + stride * step) * BH + batch_head
         source = index - stride * BH if STARTS else index
+        target = batch_head if PRODUCT else index
         for first in range(0, K, BN):
             some, covered = _columns_of(states, source, K, V, first_value, BN, BV, first)
-            rows = tl.load(some, mask=covered, other=0.0)
+            rows = tl.zeros([BV, BN], tl.float32) if PRODUCT else tl.load(some, mask=covered, other=0.0)
             if REVERSE:
                 some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
                 transition = tl.load(some, mask=within, other=0.0)
@@ -328,12 +330,14 @@ def join_kernel(
                 some, within = state_pointers(transitions, source, K, K, first, 0, BN, BK)
                 transition = tl.trans(tl.load(some, mask=within, other=0.0))
             rows = tl.dot(state, transition, rows, input_precision=PRECISION)
-            some, covered = _columns_of(found, index, K, V, first_value, BN, BV, first)
+            some, covered = _columns_of(found, target, K, V, first_value, BN, BV, first)
             tl.store(some, rows, mask=covered)
             if BN == BK:
                 state = rows
         if BN < BK:
             # all threads' stores
             tl.debug_barrier()
-            pointers, _ = _columns_of(found, index, K, V, first_value, BK, BV)
+            pointers, _ = _columns_of(found, target, K, V, first_value, BK, BV)
             state = tl.load(pointers, mask=inside, other=0.0)
+            if PRODUCT:  # before these places are written again
+                tl.debug_barrier()
