@@ -1,8 +1,8 @@
 """Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
 
 Forward                                                        Backward
-  sums of g; by channel operands; scores P and systems F         by channel operands again
-  states and transitions of segments → S_loc, M                  gradients of segments → D_loc
+  sums of g; by channel operands; scores P and systems F
+  states and transitions of segments → S_loc, M                  by channel operands; gradients of segments → D_loc
   | scan over ranks                                              | scan over ranks ‖ true states again
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg, dβ
 
@@ -280,8 +280,8 @@ class DeltaKernels:
         dv: Tensor | None = None,
     ) -> None:
         BK, BV = self._walk_tile(self._walk)
-        # Copies of a pipeline read operands so many chunks ahead.
-        ahead = 0 if q is None or not self.by_channel else self._walk.num_stages + 1
+        # Copies are a pipeline's stages ahead, factors of states two chunks; a barrier is between them and the stores.
+        ahead = max(2, self._walk.num_stages) + 1 if self.by_channel and q is not None else 0
         reverse_walk_kernel[(cdiv(self.V, BV), self.BH, self.num_segments)](
             q, self.k, self.sums, operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids,
             operands.kinds, operands.inverses, operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H,

@@ -242,10 +242,13 @@ def systems_kernel(
 
 @jit
 def write_operands(
-    q, k, sums, keys, end_keys, queries, borders, start, index, scale, T, H: tl.constexpr, G: tl.constexpr,
-    K: tl.constexpr, first_key, C: tl.constexpr, BK: tl.constexpr,
+    sources, written, chunk, batch_head, scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BH, first_key,
+    C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BK channels of chunk number `index` of one head, see `operands_kernel`; kinds [BK] and scale · q · k [C]."""
+    """BK channels of a chunk of one head, whose tensors these are, see `operands_kernel`; kinds and scale · q · k."""
+    q, k, sums = sources
+    keys, end_keys, queries, borders = written
+    start = chunk * C
     through = load_tile(sums, start, T, H, K, first_key, C, BK)
     kinds, reference, end_reference, total = load_references(sums, start, T, H, K, first_key, C, BK)
     of_keys = load_tile(k, start, T, G, K, first_key, C, BK)
@@ -257,7 +260,7 @@ def write_operands(
     store_tile(end_keys, of_keys * earlier, start, T, H, K, first_key, C, BK)
     store_tile(queries, seen * later, start, T, H, K, first_key, C, BK)
     columns = first_key + tl.arange(0, BK)
-    pointers = borders + index * 3 * K + columns
+    pointers = borders + (chunk.to(tl.int64) * BH + batch_head) * 3 * K + columns
     tl.store(pointers, decay(reference), mask=columns < K)
     tl.store(pointers + K, decay(end_reference - reference), mask=columns < K)
     tl.store(pointers + 2 * K, decay(total - end_reference), mask=columns < K)
@@ -293,24 +296,21 @@ def operands_kernel(
     batch_head = tl.program_id(1)
     of_group = key_head_offset(batch_head, T, H, G, K)
     own = head_offset(batch_head, T, H, K)
-    start = chunk * C
-    first_key = tile * BK
-    index = chunk.to(tl.int64) * BH + batch_head
+    start, first_key = chunk * C, tile * BK
     rows = tl.arange(0, C)
     last = tl.minimum(C, T - start) - 1
     decays = tl.maximum(load_tile(g + own, start, T, H, K, first_key, C, BK), LEAST)
     pairs = ((rows > 0) & (rows <= last))[:, None]
     slowest = tl.max(tl.where(pairs, decays, LEAST), axis=0)
-    written = sum_tokens(rows[:, None] >= rows[None, :], decays, PARTS)
-    store_tile(sums + own, written, start, T, H, K, first_key, C, BK)
+    through = sum_tokens(rows[:, None] >= rows[None, :], decays, PARTS)
+    store_tile(sums + own, through, start, T, H, K, first_key, C, BK)
     # all threads' stores of the sums, before they load them in the layout of keys, with few registers
     tl.debug_barrier()
-    kind, of_selves = write_operands(
-        q + of_group, k + of_group, sums + own, keys + own, end_keys + own, queries + own, borders, start, index,
-        scale, T, H, G, K, first_key, C, BK,
-    )  # fmt: skip
+    sources = q + of_group, k + of_group, sums + own
+    written = keys + own, end_keys + own, queries + own, borders
+    kind, of_selves = write_operands(sources, written, chunk, batch_head, scale, T, H, G, K, BH, first_key, C, BK)
     # channels past K are weak
     kind = tl.maximum(kind, (slowest <= VANISHING).to(tl.int32))
-    tl.store(kinds + index * tiles + tile, tl.min(kind).to(tl.int8))
+    tl.store(kinds + (chunk.to(tl.int64) * BH + batch_head) * tiles + tile, tl.min(kind).to(tl.int8))
     pointers = selves + (head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H) * tiles + tile
     tl.store(pointers, of_selves, mask=rows <= last)

@@ -189,25 +189,17 @@ def forward_walk_kernel(
 
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-# Channels of a chunk's operands that are in registers at once, beside a walk's state.
-_WRITTEN: tl.constexpr = tl.constexpr(128)
 
 
 @jit
-def _write_operands(
-    chunk, first_chunk, q, k, channel_sums, keys, end_keys, queries, borders, batch_head, scale, T, H: tl.constexpr,
-    G: tl.constexpr, K: tl.constexpr, BH, C: tl.constexpr, BK: tl.constexpr,
+def _write_ahead(
+    chunk, first_chunk, sources, written, batch_head, scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BH,
+    C: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The operands of all channels of a chunk from `first_chunk` on; all threads' stores are done."""
-    WIDTH: tl.constexpr = BK if BK < _WRITTEN else _WRITTEN
+    """The operands of a chunk from `first_chunk` on, and a barrier, which the compiler may put before them."""
     if chunk >= first_chunk:
-        index = chunk.to(tl.int64) * BH + batch_head
-        for first_key in tl.static_range(0, BK, WIDTH):
-            write_operands(
-                q, k, channel_sums, keys, end_keys, queries, borders, chunk * C, index, scale, T, H, G, K, first_key,
-                C, WIDTH,
-            )  # fmt: skip
-    # not `tl.debug_barrier`, with which no loop is pipelined
+        write_operands(sources, written, chunk, batch_head, scale, T, H, G, K, BH, 0, C, BK)
+    # a loop with `tl.debug_barrier` is not pipelined
     if not INTERPRETED:
         tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1)
 
@@ -252,7 +244,7 @@ def reverse_walk_kernel(
 ):
     """One program walks one segment, from its end, with BV columns of the gradient of one head; K <= BK.
 
-    AHEAD: by so many chunks it writes the operands before it reads them, all that share a head the same; 0: not.
+    AHEAD: so many chunks before it reads operands it writes them, as all programs of a head do; 0: they are there.
     """
     first_value = tl.program_id(0) * BV
     batch_head = tl.program_id(1)
@@ -275,11 +267,10 @@ def reverse_walk_kernel(
     else:
         grad = tl.zeros([BV, BK], tl.float32)
     if AHEAD > 0:
+        sources, written = (q, k, channel_sums), (keys, end_keys, queries, sums)
         for step in range(AHEAD):
-            _write_operands(
-                end_chunk - 1 - step, first_chunk, q, k, channel_sums, keys, end_keys, queries, sums, batch_head,
-                scale, T, H, KEY_HEADS, K, BH, C, BK,
-            )  # fmt: skip
+            ahead = end_chunk - 1 - step
+            _write_ahead(ahead, first_chunk, sources, written, batch_head, scale, T, H, KEY_HEADS, K, BH, C, BK)
     if BY_CHANNEL:
         last = (end_chunk - 1).to(tl.int64) * BH + batch_head
         grad *= _load_border(sums, 2, last, K, BK)
@@ -321,10 +312,8 @@ def reverse_walk_kernel(
                 grad *= _load_border(sums, 0, index, K, BK)
             grad *= after_tokens
         if AHEAD > 0:
-            _write_operands(
-                chunk - AHEAD, first_chunk, q, k, channel_sums, keys, end_keys, queries, sums, batch_head, scale, T, H,
-                KEY_HEADS, K, BH, C, BK,
-            )  # fmt: skip
+            ahead = chunk - AHEAD
+            _write_ahead(ahead, first_chunk, sources, written, batch_head, scale, T, H, KEY_HEADS, K, BH, C, BK)
 
     if not STATES:
         pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
