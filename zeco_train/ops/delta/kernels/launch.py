@@ -1,8 +1,8 @@
 """Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
 
 Forward                                                        Backward
-  sums of g; by channel operands; scores P and systems F         by channel operands again
-  states and transitions of segments → S_loc, M                  gradients of segments → D_loc
+  sums of g; by channel operands; scores P and systems F
+  states and transitions of segments → S_loc, M                  by channel operands; gradients of segments → D_loc
   | scan over ranks                                              | scan over ranks ‖ true states again
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg, dβ
 
@@ -53,10 +53,9 @@ class DeltaTuning:
     """Options of each kernel, by its name, and of the layout in time."""
 
     systems: TileOptions = TileOptions(128, 64, 4, 1)
-    # With decays by channel, as those whose names say so: of the forward pass, with the sums, and of the backward pass.
+    # With decays by channel, as those whose names say so: of the forward pass, with the sums.
     channel_systems: TileOptions = TileOptions(64, 64, 4, 2)
-    first_operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
-    operands: TileOptions = TileOptions(64, 64, 8, 1)
+    operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
     # Of the walks: the segments', and all others; with decays by channel all.
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
@@ -74,7 +73,7 @@ def _walks(walk: TileOptions) -> DeltaTuning:
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(_NARROW, _NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW, _SMALL_JOIN)
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW, _SMALL_JOIN)
 
 
 # Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
@@ -154,7 +153,7 @@ class DeltaKernels:
         segments = max(1, min(segments, balanced, self.num_chunks))
         self.segment_chunks = cdiv(self.num_chunks, segments)
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
-        self.tiles = cdiv(self.K, self._tile(tuning.first_operands)[0])
+        self.tiles = cdiv(self.K, self._tile(tuning.operands)[0])
         # (N, B, H, tiles), (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
         self.kinds_shape = self.num_chunks, self.B, self.H, self.tiles
         self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
@@ -203,14 +202,14 @@ class DeltaKernels:
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores, None)
         keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
         borders = self._new(self.num_chunks, self.B, self.H, 3, self.K)
-        options = self.tuning.operands if g is None else self.tuning.first_operands
-        BK, _ = self._tile(options)
-        # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
-        parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
-        operands_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            q, self.k, g, self.sums, keys, end_keys, queries, borders, selves, *kinds, self.scale,
-            self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=BK, PARTS=parts, **options.launch,
-        )  # fmt: skip
+        if g is not None:
+            BK, _ = self._tile(self.tuning.operands)
+            # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
+            operands_kernel[(self.num_chunks * self.tiles, self.BH)](
+                q, self.k, g, self.sums, keys, end_keys, queries, borders, selves, *kinds, self.scale, self.T, self.H,
+                self.G, self.K, self.BH, C=CHUNK, BK=BK, PARTS=0 if triton.knobs.runtime.interpret else 3,
+                **self.tuning.operands.launch,
+            )  # fmt: skip
         return WalkOperands(keys, end_keys, queries, borders, inverses, scores, *kinds)
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
@@ -256,10 +255,10 @@ class DeltaKernels:
             STATES=states is not None, **self.flags, **options.launch,
         )  # fmt: skip
 
-    def local_grads(self, operands: WalkOperands, do: Tensor) -> Tensor:
-        """Gradients of the states before the segments, from 0 after them, `starts_shape`."""
+    def local_grads(self, operands: WalkOperands, q: Tensor, do: Tensor) -> Tensor:
+        """Gradients of the states before the segments, from 0 after them, `starts_shape`; by channel with operands."""
         totals = self._new(*self.starts_shape)
-        self._reverse(operands, do, totals=totals)
+        self._reverse(operands, do, q=q, totals=totals)
         return totals
 
     def state_grads(self, operands: WalkOperands, do: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,17 +275,21 @@ class DeltaKernels:
         operands: WalkOperands,
         do: Tensor,
         *,
+        q: Tensor | None = None,
         ends: Tensor | None = None,
         totals: Tensor | None = None,
         grads: Tensor | None = None,
         dv: Tensor | None = None,
     ) -> None:
         BK, BV = self._walk_tile(self._walk)
+        # Copies are a pipeline's stages ahead, factors of states two chunks; a barrier is between them and the stores.
+        ahead = max(2, self._walk.num_stages) + 1 if self.by_channel and q is not None else 0
         reverse_walk_kernel[(cdiv(self.V, BV), self.BH, self.num_segments)](
-            operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.kinds,
-            operands.inverses, operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H,
+            q, self.k, self.sums, operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids,
+            operands.kinds, operands.inverses, operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H,
             operands.keys.shape[2], self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV,
-            TILES=self.tiles, STATES=ends is not None, **self.flags, **self._walk.launch,
+            TILES=self.tiles, STATES=ends is not None, KEY_HEADS=self.G, AHEAD=ahead, **self.flags,
+            **self._walk.launch,
         )  # fmt: skip
 
     def join(
@@ -392,7 +395,7 @@ class _DeltaKernelBackward(BackwardBase):
         where, gated = (self.doc_ids, self.scale), bool(sums)
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
         self._operands = self._launcher.operands(self._q, pairs)
-        self._local = self._launcher.local_grads(self._operands, self._do)
+        self._local = self._launcher.local_grads(self._operands, self._q, self._do)
 
     @cached_property
     def _borders(self) -> Tensor:

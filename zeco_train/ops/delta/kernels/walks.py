@@ -19,10 +19,11 @@ States and gradients are fp32 in registers, and in the dtype of the tokens as op
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from zeco_train.kernels import jit
-from zeco_train.ops.delta.kernels.systems import WEAK, border_decays, load_decays, load_kind
+from zeco_train.ops.delta.kernels.systems import WEAK, border_decays, load_decays, load_kind, write_operands
 from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
@@ -187,9 +188,28 @@ def forward_walk_kernel(
             tl.store(pointers, state, mask=inside)
 
 
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@jit
+def _write_ahead(
+    chunk, first_chunk, sources, written, batch_head, scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BH,
+    C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The operands of a chunk from `first_chunk` on, and a barrier, which the compiler may put before them."""
+    if chunk >= first_chunk:
+        write_operands(sources, written, chunk, batch_head, scale, T, H, G, K, BH, 0, C, BK)
+    # a loop with `tl.debug_barrier` is not pipelined
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1)
+
+
 @jit
 def reverse_walk_kernel(
-    keys,  # [B, T, G, K]: k, or k⁺ with BY_CHANNEL
+    q,  # [B, T, KEY_HEADS, K], as the next two read with AHEAD
+    k,  # [B, T, KEY_HEADS, K]
+    channel_sums,  # [B, T, H, K] fp32, of `operands_kernel`
+    keys,  # [B, T, G, K]: k, or k⁺ with BY_CHANNEL; as the next three written first with AHEAD
     end_keys,  # [B, T, G, K]: k⁻, read with BY_CHANNEL
     queries,  # [B, T, G, K]: q, or scale · q⁺ with BY_CHANNEL
     sums,  # [B, H, T] fp32; with BY_CHANNEL borders, [N, B, H, 3, K] fp32
@@ -218,12 +238,21 @@ def reverse_walk_kernel(
     BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     STATES: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program walks one segment, from its end, with BV columns of the gradient of one head; K <= BK."""
+    """One program walks one segment, from its end, with BV columns of the gradient of one head; K <= BK.
+
+    AHEAD: so many chunks before it reads operands it writes them, as all programs of a head do; 0: they are there.
+    """
     first_value = tl.program_id(0) * BV
     batch_head = tl.program_id(1)
     segment = tl.program_id(2)
+    if AHEAD > 0:
+        q += key_head_offset(batch_head, T, H, KEY_HEADS, K)
+        k += key_head_offset(batch_head, T, H, KEY_HEADS, K)
+        channel_sums += head_offset(batch_head, T, H, K)
     keys += key_head_offset(batch_head, T, H, G, K)
     end_keys += key_head_offset(batch_head, T, H, G, K)
     queries += key_head_offset(batch_head, T, H, G, K)
@@ -237,6 +266,11 @@ def reverse_walk_kernel(
         grad = tl.load(pointers, mask=inside, other=0.0)
     else:
         grad = tl.zeros([BV, BK], tl.float32)
+    if AHEAD > 0:
+        sources, written = (q, k, channel_sums), (keys, end_keys, queries, sums)
+        for step in range(AHEAD):
+            ahead = end_chunk - 1 - step
+            _write_ahead(ahead, first_chunk, sources, written, batch_head, scale, T, H, KEY_HEADS, K, BH, C, BK)
     if BY_CHANNEL:
         last = (end_chunk - 1).to(tl.int64) * BH + batch_head
         grad *= _load_border(sums, 2, last, K, BK)
@@ -277,6 +311,9 @@ def reverse_walk_kernel(
             if has_factors:
                 grad *= _load_border(sums, 0, index, K, BK)
             grad *= after_tokens
+        if AHEAD > 0:
+            ahead = chunk - AHEAD
+            _write_ahead(ahead, first_chunk, sources, written, batch_head, scale, T, H, KEY_HEADS, K, BH, C, BK)
 
     if not STATES:
         pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
