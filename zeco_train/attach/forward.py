@@ -69,6 +69,8 @@ class Frame:
     keep: list[Tensor] | None = None  # receives what other ranks send
     replay: Iterator[Tensor] | None = None  # what a first pass received: nothing is communicated then
 
+    # Traced, it would be compiled again for other lengths and documents.
+    @torch.compiler.disable
     def mix(self, operator: str, operands: Sequence[Tensor], scale: float | None = None) -> Tensor:
         """An operator over all ranks' tokens; `operands` as `zeco_train.ops.mix.mix` takes them."""
         position = self.of.position_on(operands[0], self.of.over.exchange)
