@@ -49,9 +49,14 @@ class Pass:
         """The position over an exchange on the device of x [B, T, …]; copied there once for all layers."""
         key = x.device, id(exchange)
         if key not in self._on_devices:
-            known = next((found for (device, _), found in self._on_devices.items() if device == x.device), None)
-            self._on_devices[key] = (known or self.position).over(exchange).on(x)
+            self._place(x, exchange)
         return self._on_devices[key]
+
+    # Traced, it would be compiled again for other lengths and documents.
+    @torch.compiler.disable
+    def _place(self, x: Tensor, exchange: Exchange) -> None:
+        known = next((found for (device, _), found in self._on_devices.items() if device == x.device), None)
+        self._on_devices[x.device, id(exchange)] = (known or self.position).over(exchange).on(x)
 
     def positions_of(self, x: Tensor) -> Tensor:
         """`positions` on the device of x."""
@@ -69,8 +74,6 @@ class Frame:
     keep: list[Tensor] | None = None  # receives what other ranks send
     replay: Iterator[Tensor] | None = None  # what a first pass received: nothing is communicated then
 
-    # Traced, it would be compiled again for other lengths and documents.
-    @torch.compiler.disable
     def mix(self, operator: str, operands: Sequence[Tensor], scale: float | None = None) -> Tensor:
         """An operator over all ranks' tokens; `operands` as `zeco_train.ops.mix.mix` takes them."""
         position = self.of.position_on(operands[0], self.of.over.exchange)
