@@ -307,7 +307,9 @@ class Attached:
         self._wrap_checkpoints(module)
         state = _draw_apart(tokens, self.rank) if module.training and self._is_random else None
         labels = {name: kwargs.get(name) for name in ("shift_labels", "num_items_in_batch")}
-        push(Frame(Pass(position, self._over, positions, labels, mask, state)))
+        of = Pass(position, self._over, positions, labels, mask, state)
+        of.position_on(tokens, self._over.exchange)
+        push(Frame(of))
         return args, kwargs
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:

@@ -49,9 +49,14 @@ class Pass:
         """The position over an exchange on the device of x [B, T, …]; copied there once for all layers."""
         key = x.device, id(exchange)
         if key not in self._on_devices:
-            known = next((found for (device, _), found in self._on_devices.items() if device == x.device), None)
-            self._on_devices[key] = (known or self.position).over(exchange).on(x)
+            self._place(x, exchange)
         return self._on_devices[key]
+
+    # Traced, it would be compiled again for other lengths and documents.
+    @torch.compiler.disable
+    def _place(self, x: Tensor, exchange: Exchange) -> None:
+        known = next((found for (device, _), found in self._on_devices.items() if device == x.device), None)
+        self._on_devices[x.device, id(exchange)] = (known or self.position).over(exchange).on(x)
 
     def positions_of(self, x: Tensor) -> Tensor:
         """`positions` on the device of x."""

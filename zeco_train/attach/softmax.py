@@ -39,6 +39,7 @@ def _frame(module: Any) -> Frame:
     return frame
 
 
+@torch.compiler.disable
 def attention(
     module: Any,
     query: Tensor,
@@ -91,6 +92,7 @@ def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, w
     return o[..., :values]
 
 
+@torch.compiler.disable
 def window_of_mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
     """Transformers' mask function: [1, 1, 1, 1] int64 on the CPU, keys that a query reads at most; 0: no limit."""
     if attention_mask is not None:
