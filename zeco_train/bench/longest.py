@@ -183,7 +183,7 @@ def _search(trials: Trials, planned: int | None) -> Row:
 
 
 def planned_tokens(config: LongestConfig, run: Config, name: str) -> int | None:
-    """The plan's, on GPUs of this name; None on CPUs, where its limit is not the plan's, and on GPUs it does not know."""
+    """The plan's, on GPUs of this name; None on CPUs, where the limit is another, and on GPUs that it does not know."""
     gpu = next((each for each in Gpu if each.value in name.lower()), None)
     if gpu is None:
         return None
