@@ -307,6 +307,8 @@ class DeltaKernels:
             found = borders[:-1] if reverse else borders[1:]
         options = self.tuning.join
         BN, BV = options.tile(self.K, width)
+        if cdiv(width, BV) * self.BH > self.tuning.programs and self.K <= BN:
+            BV *= 2  # all at once: 19 µs in place of 23 for five segments of 12 × 128 × 256, H100
         join_kernel[(cdiv(width, BV), self.BH)](
             start, states, transitions, found, self.K, width, self.BH, len(states), BN=BN,
             BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRODUCT=product,
