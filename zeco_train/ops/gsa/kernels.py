@@ -117,12 +117,11 @@ class _GsaKernelForward(ForwardBase):
         launcher.correct(self._segments, incoming_state, "incoming_state")
         self.saved = (self._segments.starts,)
         states, o = launcher.states(self._operands, self._k, self._segments), torch.empty_like(self._s)
-        K, V = launcher.K, launcher.V
-        BK, BV = options.tile(K, V, narrowest=NARROWEST[self._s.dtype])
-        outputs_kernel[(launcher.num_chunks * cdiv(K, BK), launcher.BH)](
+        BK, BV = options.tile(launcher.K, launcher.V, narrowest=NARROWEST[self._s.dtype])
+        outputs_kernel[(launcher.num_chunks * cdiv(launcher.K, BK), launcher.BH)](
             self._q, self._k, self._s, self._operands.keys, self._b, self._operands.kinds, self.doc_ids, states, o,
-            self.scale, launcher.T, launcher.H, K, V, launcher.BH, C=CHUNK, BK=BK, BV=BV, **launcher.flags,
-            **options.launch,
+            self.scale, launcher.T, launcher.H, launcher.K, launcher.V, launcher.BH, C=CHUNK, BK=BK, BV=BV,
+            **launcher.flags, **options.launch,
         )  # fmt: skip
         return o
 

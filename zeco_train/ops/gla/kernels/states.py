@@ -102,10 +102,8 @@ def operands_kernel(
         total = tl.sum(tl.where((rows == C - 1)[:, None], sums, 0.0), axis=0)
         middle = tl.sum(tl.where((rows == C // 2 - 1)[:, None], sums, 0.0), axis=0)
         # without a middle: from the chunk's start, and to its end
-        to_query = sums - tl.where(is_plain, middle, 0.0)[None, :]
-        from_key = tl.where(is_plain, middle, total)[None, :] - sums
-        seen = decay(to_query)
-        left = decay(from_key)
+        seen = decay(sums - tl.where(is_plain, middle, 0.0)[None, :])
+        left = decay(tl.where(is_plain, middle, total)[None, :] - sums)
         enter = tl.where(is_plain, decay(middle), 1.0)
         cross = tl.where(is_plain, 1.0, decay(total))
         leave = tl.where(is_plain, decay(total - middle), 1.0)
@@ -212,8 +210,8 @@ def walk_kernel(
 
     if SUMS:
         tl.store(own_total, state, mask=inside)
-        leads = (keys < K) & (first_value == 0)  # of the programs with these keys, one writes
-        tl.store(total_decays + segment_index * K + keys, log_decay, mask=leads)
+        # of the programs with these keys, one writes
+        tl.store(total_decays + segment_index * K + keys, log_decay, mask=(keys < K) & (first_value == 0))
 
 
 @jit
@@ -284,11 +282,6 @@ def correct_starts_kernel(
     tl.store(pointers, start + survives[:, None] * before, mask=inside)
 
 
-# Elements of a program's tile of the state: 32 fp32 registers a thread.
-_TILE = 4096
-_WARPS = 4
-
-
 @jit
 def step_kernel(
     q,  # [B, H, K]
@@ -325,5 +318,6 @@ def launch_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, o: Te
     """Launch on contiguous tensors: q, k, g [B, 1, H, K]; v, o [B, 1, H, V]; state [B, H, K, V], updated."""
     B, H, K, V = state.shape
     BK = next_power_of_2(K)
-    BV = min(next_power_of_2(V), max(1, _TILE // BK))
-    step_kernel[(B * H, cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=_WARPS)
+    # of a program's tile of the state 32 fp32 registers a thread
+    BV = min(next_power_of_2(V), max(1, 4096 // BK))
+    step_kernel[(B * H, cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=4)
