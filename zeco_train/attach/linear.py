@@ -88,14 +88,12 @@ def delta_rule(
 ) -> Tensor:
     """q, k [B, T, G, K], v [B, T, H, V], g [B, T, H] or [B, T, H, K] or None, beta [B, T, H] → o as v."""
     dtype = accumulation_dtype(value.dtype)
-    beta = beta.to(dtype)
     if unit_norm:
         # Of norm K^1/2, each by one kernel; strengths of beta/K make up for that in o, and in all gradients.
-        width = query.shape[-1]
-        query, key = (F.rms_norm(x, (width,), eps=1e-6 / width) for x in (query, key))
-        beta = beta / width
+        query, key = (F.rms_norm(x, x.shape[-1:], eps=1e-6 / x.shape[-1]) for x in (query, key))
+        beta = beta.to(dtype) / key.shape[-1]
     query, key = (x.to(value.dtype) for x in (query, key))
-    operands = query, key, value, *(() if g is None else (g.to(dtype),)), beta
+    operands = query, key, value, *(() if g is None else (g.to(dtype),)), beta.to(dtype)
     operator = "delta" if g is None else "kda" if g.dim() == 4 else "gated_delta"
     return frame.mix(operator, operands, scale)
 

@@ -75,8 +75,7 @@ def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, w
     width, values = q.shape[-1], v.shape[-1]
     # Kernels want one width: zeros in keys and queries change no score, zeros in values are cut off.
     scale = width**-0.5 if scale is None else scale
-    wide = max(width, values)
-    q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (F.pad(x, (0, max(width, values) - x.shape[-1])) for x in (q, k, v))
     tokens = max(frame.of.position.seq_len // frame.of.over.size, 1)
     exchange = frame.of.over.for_softmax(q, k, window, tokens)
     position = frame.of.position_on(q, exchange)
@@ -85,8 +84,7 @@ def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, w
     over = 1 if exchange.attention is None else exchange.attention.heads_over
     if over > 1 and not k.shape[2] % over:
         return attend_at(q, k, v.to(q.dtype), scale, position, (StateInput(), StateInput()), window)[0][..., :values]
-    inputs = frame.next_state(), frame.next_state()
-    o, states = attend_at(q, k, v.to(q.dtype), scale, position, inputs, window)
+    o, states = attend_at(q, k, v.to(q.dtype), scale, position, (frame.next_state(), frame.next_state()), window)
     for state in states:
         frame.received(state)
     return o[..., :values]
