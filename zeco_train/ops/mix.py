@@ -16,20 +16,21 @@ compute that overlaps it, and a compiled block has no graph break.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.library import Library, infer_schema, register_fake
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.linear import Aside, linear, weight_grad
-from zeco_train.ops.operator import Kind, Operator
+from zeco_train.ops.operator import Kind, Operator, Target
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes
+from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes, keeps_states
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
@@ -113,19 +114,6 @@ def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
     return operator
 
 
-_checked, _MOST_FORMS = set[Hashable](), 1024
-
-
-# `Operator.check`, once for calls of one form: a look-up is ten times as fast.
-def _check(operator: str, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
-    form = operator, *[x if x is None else (x.shape, x.dtype) for x in (doc_ids, do, *operands)]
-    if form not in _checked:
-        operator_of(operator, operands).check(operands, doc_ids, do)
-        if len(_checked) >= _MOST_FORMS:
-            _checked.clear()
-        _checked.add(form)
-
-
 # Row by row if each row of the batch has documents of its own.
 def _passes(operator: Operator, operands: Sequence[Tensor], doc_ids: Tensor | None) -> Passes:
     if doc_ids is None or doc_ids.dim() == 1:
@@ -154,38 +142,57 @@ def _mix(
     edge: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    _check(operator, operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
-    # Triton and streams use the current device.
-    with torch.cuda.device_of(operands[0]), _without_autocast(operands[0]):
+    replays, wanted = incoming_state is not None, want_carry or chosen.reads_whole
+    passed, sends = _passes_through(exchange, carry_in, want_carry), not replays and (wanted or not exchange.is_last)
+    like, local = operands[chosen.output], cast(ForwardPass, None)
+
+    def start() -> tuple[Tensor, Tensor]:
+        nonlocal local
+        chosen.check(operands, doc_ids)
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
-        passed = not _is_lazy(chosen, local) or _passes_through(exchange, carry_in, want_carry)
-        like = operands[chosen.output]
-        transition = local.transition if passed else _unread(chosen.transition_shape(operands), like)
+        is_lazy = _is_lazy(chosen, local)
+        transition = local.transition if passed or not is_lazy else _unread(chosen.transition_shape(operands), like)
+        return local.state if sends or not is_lazy else _unread(chosen.state_shape(operands), like), transition
+
+    def outputs(received: Tensor) -> tuple[Tensor, list[Tensor]]:
+        # Contiguous, as `_mix_shapes` promises the compiler.
+        return local.outputs(received).contiguous(), list(local.saved)
+
+    # Triton and streams use the current device.
+    with torch.cuda.device_of(like), _without_autocast(like):
+        run = _running((operator, scale, passed, sends), [*operands, doc_ids])
+        state, transition = run(start)
+        pending = None
         if incoming_state is None:
-            cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
-            sends = not _is_lazy(chosen, local) or wanted or not exchange.is_last
-            state = local.state if sends else _unread(chosen.state_shape(operands), like)
-            request = ScanRequest(state, transition, False, carry_in, wanted, cuts)
+            request = ScanRequest(state, transition, False, carry_in, wanted, chosen.cuts(operands))
             pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
-            local.overlap()
-            beside = _outputs_beside(aside)
+        run(lambda: local.overlap())
+        beside = _outputs_beside(aside)
+        if pending is None:
+            o, saved = run(outputs, dense(incoming_state))
+            received = transition.new_empty(0)
+            shape = chosen.state_shape(operands) if want_carry else (0,)
+            carry_out = like.new_full(shape, torch.nan, dtype=accumulation_dtype(like.dtype))
+        else:
             received = _whole(pending) if chosen.reads_whole else pending.wait()
-            o = local.outputs(received)
+            o, saved = run(outputs, dense(received))
             if not chosen.reads_whole:
                 pending.finish()
             carry_out = pending.carry_out() if want_carry else transition.new_empty(0)
             # Over one rank a scan returns carry_in itself, and the output of a custom op must not alias an input.
             received = received.clone() if received is carry_in else received
-        else:
-            local.overlap()
-            beside = _outputs_beside(aside)
-            o = local.outputs(incoming_state)
-            received = transition.new_empty(0)
-            shape = chosen.state_shape(operands) if want_carry else (0,)
-            carry_out = like.new_full(shape, torch.nan, dtype=accumulation_dtype(like.dtype))
-        # Contiguous, as `_mix_shapes` promises the compiler.
-        return o.contiguous(), received, carry_out, transition, list(local.saved), beside
+        return o, received, carry_out, transition, saved, beside
+
+
+# How the parts of a pass are run, of which there are three: until its scan, during it, and after it.
+def _running(form: Hashable, tensors: list[Tensor | None]) -> Callable[..., Any]:
+    target = Target.of(tensors[0].device)
+    if target.kind != "cuda" or tensors[0].device.type != "cuda":
+        return lambda part, *more: part(*more)
+    from zeco_train.kernels.replay import running  # late: imports Triton
+
+    return running((form, target, keeps_states()), tensors, 3)
 
 
 def _outputs_beside(aside: list[Tensor]) -> list[Tensor]:
@@ -246,19 +253,24 @@ def _mix_backward(
     aside: list[Tensor],
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    _check(operator, operands, doc_ids, do)
+    wanted, local = want_dcarry or chosen.reads_whole, cast(BackwardPass, None)
+    sends = wanted or not exchange.is_first
+
+    def start() -> Tensor:
+        nonlocal local
+        chosen.check(operands, doc_ids, do)
+        local = _passes(chosen, operands, doc_ids).backward(operands, do, saved, incoming_state, scale, doc_ids)
+        is_read = sends or not _is_lazy(chosen, local)
+        return local.state_grad if is_read else _unread(chosen.state_shape(operands), do)
+
     with torch.cuda.device_of(do), _without_autocast(do):
-        passes = _passes(chosen, operands, doc_ids)
-        local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
-        cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
-        sends = not _is_lazy(chosen, local) or wanted or not exchange.is_first
-        grad = local.state_grad if sends else _unread(chosen.state_shape(operands), do)
-        request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, cuts)
+        run = _running((operator, scale, sends, len(operands)), [*operands, do, *saved, incoming_state, doc_ids])
+        request = ScanRequest(run(start), adjoint(transition), True, dcarry_out, wanted, chosen.cuts(operands))
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
-        local.overlap()
+        run(lambda: local.overlap())
         dweights = [weight_grad(*aside)] if aside else []
         incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
-        grads = [grad.contiguous() for grad in local.operand_grads(incoming_grad)]
+        grads = run(lambda grad: [x.contiguous() for x in local.operand_grads(grad)], dense(incoming_grad))
         if not chosen.reads_whole:
             pending.finish()
         dcarry_in = pending.carry_out() if want_dcarry else transition.new_empty(0)
