@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime import _async_compile, driver
 
 # (part, *tensors) → its result: a part of a call, which takes tensors that were not there at the start.
 Run = Callable[..., Any]
@@ -64,10 +64,11 @@ def _plain(part: Callable[..., Any], *tensors: Tensor) -> Any:
 
 
 def is_observed() -> bool:
-    """Whether launches have to be Triton's own."""
+    """Whether launches have to be Triton's own, or are none."""
     runtime = knobs.runtime
-    hooks = (getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
-    return any(hooks) or runtime.interpret or runtime.debug or bool(knobs.compilation.instrumentation_mode)
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or _async_compile.active_mode.get()
+    return bool(hooked or runtime.interpret or runtime.debug or knobs.compilation.instrumentation_mode)
 
 
 def recording() -> Recording | None:
@@ -81,12 +82,13 @@ class Recording(TorchFunctionMode):
     def __init__(self, key: Hashable, tensors: Sequence[Tensor | None], parts: int) -> None:
         super().__init__()
         self._key, self._parts, self._lines = key, parts, list[str]()
-        self._names, self._count = WeakTensorKeyDictionary(), 0
+        self._names, self._count, self._is_closed = WeakTensorKeyDictionary(), 0, True
         self._fixed: dict[str, Any] = {"stream_of": driver.active.get_current_stream, "device": driver.active.get_current_device()}
         self._inputs = [self._new(x) for x in tensors]
 
     def run(self, part: Callable[..., Any], *tensors: Tensor) -> Any:
         """Run a part and record it."""
+        assert not any(x in self._names for x in tensors), "given before"
         if self._lines:
             given = "".join(f"{self._new(x)}, " for x in tensors)
             self._lines[-1] = f"{given and f'{given}= '}{self._lines[-1]}"
@@ -99,7 +101,8 @@ class Recording(TorchFunctionMode):
             _local.recording = None
         self._lines.append(f"yield {self._text(result)}")
         self._parts -= 1
-        if self._parts == 0:
+        # Not with a tensor that is neither given nor a result.
+        if self._parts == 0 and self._is_closed:
             _tapes[self._key] = self._tape()
         return result
 
@@ -134,7 +137,8 @@ class Recording(TorchFunctionMode):
 
     def _text(self, x: Any) -> str:
         if isinstance(x, Tensor):
-            return self._names[x]
+            self._is_closed &= x in self._names
+            return self._names.get(x, "None")
         if _has_tensors(x):
             return f"[{', '.join(map(self._text, x))}]"
         if x.__class__ in (int, bool, type(None)):

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.library import Library, infer_schema, register_fake
+from torch.nn import Parameter
 
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.kernel_operands import dense
@@ -100,7 +102,8 @@ def mix_beside(
     assert position.doc_ids is not None or position.documents is None, "take `SequencePosition.on` first"
     beside: tuple[Any, ...] = ([], None) if aside is None else ([aside.x, aside.weight, *aside.more], aside.edge)
     where = position.handle, position.doc_ids
-    o, received, carry_out, _, _, y = torch.ops.zeco.mix(list(operands), operator, scale, *where, *state_input, *beside)
+    call = _under_autograd if _is_plain(operands) else torch.ops.zeco.mix
+    o, received, carry_out, _, _, y = call(list(operands), operator, scale, *where, *state_input, *beside)
     return o, StateOutput(received, carry_out), y[0] if y else None
 
 
@@ -161,7 +164,7 @@ def _mix(
 
     # Triton and streams use the current device.
     with torch.cuda.device_of(like), _without_autocast(like):
-        run = _running((operator, scale, passed, sends), [*operands, doc_ids])
+        run = _running(("forward", chosen, scale, passed, sends), [*operands, doc_ids])
         state, transition = run(start)
         pending = None
         if incoming_state is None:
@@ -264,8 +267,9 @@ def _mix_backward(
         return local.state_grad if is_read else _unread(chosen.state_shape(operands), do)
 
     with torch.cuda.device_of(do), _without_autocast(do):
-        run = _running((operator, scale, sends, len(operands)), [*operands, do, *saved, incoming_state, doc_ids])
-        request = ScanRequest(run(start), adjoint(transition), True, dcarry_out, wanted, chosen.cuts(operands))
+        run = _running(("backward", chosen, scale, sends), [*operands, do, *saved, incoming_state, doc_ids])
+        grad = run(start)
+        request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, chosen.cuts(operands))
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
         run(lambda: local.overlap())
         dweights = [weight_grad(*aside)] if aside else []
@@ -284,6 +288,13 @@ def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tenso
     return [x.new_empty(x.shape) for x in operands], transition.new_empty(state if want_dcarry else (0,)), dweights
 
 
+# Whether nobody needs to see an op, neither a mode nor a compiler nor a profiler: PyTorch's ways to it take 40 µs a call.
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    seen = modes or torch.autograd._profiler_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+    return not seen and not torch.compiler.is_compiling() and all(type(x) in (Tensor, Parameter) for x in tensors)
+
+
 # `zeco::mix` under autograd, with its lists flattened: `torch.library.register_autograd` would flatten and unflatten
 # them by pytrees, which takes more host time than everything else here.
 class _Differentiable(torch.autograd.Function):
@@ -292,8 +303,9 @@ class _Differentiable(torch.autograd.Function):
         operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry, num_operands, _, *tensors = inputs
         operands, aside = tensors[:num_operands], tensors[num_operands:]
         # Otherwise the call would be dispatched to the autograd kernel, that is, here again.
+        call = _untraced(_mix) if _is_plain(operands) else torch.ops.zeco.mix.default
         with torch._C._AutoDispatchBelowAutograd():
-            o, received, carry_out, transition, saved, beside = torch.ops.zeco.mix.default(
+            o, received, carry_out, transition, saved, beside = call(
                 operands, operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry, aside, None
             )
         ctx.mark_non_differentiable(received, transition, *saved)
@@ -326,8 +338,9 @@ class _Differentiable(torch.autograd.Function):
         # Of the linear layer: its output comes last, its tensors after the operands.
         dy, wanted = rest[-1] if x else None, ctx.needs_input_grad[9 + ctx.num_operands :]
         pair = [dy, *x] if dy is not None and wanted[1] else []
+        call = _untraced(_mix_backward) if _is_plain([*operands, do]) else torch.ops.zeco.mix_backward.default
         with torch._C._AutoDispatchBelowAutograd():
-            grads, dcarry_in, dweights = torch.ops.zeco.mix_backward.default(
+            grads, dcarry_in, dweights = call(
                 operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry, pair
             )
         if torch.is_grad_enabled():  # by `create_graph`
@@ -348,6 +361,9 @@ class _Final(torch.autograd.Function):
         raise RuntimeError("zeco::mix has no second derivatives")
 
 
+_untraced = cache(torch._disable_dynamo)
+
+
 def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
     *others, aside, edge = settings
     found = _Differentiable.apply(*others, len(operands), edge, *operands, *aside)
@@ -360,6 +376,6 @@ _LIBRARY = Library("zeco", "FRAGMENT")
 for _function, _shapes in ((_mix, _mix_shapes), (_mix_backward, _mix_backward_shapes)):
     _name = _function.__name__[1:]
     _LIBRARY.define(f"{_name}{infer_schema(_function, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _untraced(_function), "CompositeExplicitAutograd")
     register_fake(f"zeco::{_name}", _shapes, lib=_LIBRARY)
 _LIBRARY.impl("mix", _under_autograd, "Autograd")

@@ -163,7 +163,7 @@ def arguments_of(op: torch._ops.OpOverload, values: Sequence[Any]) -> dict[str, 
     return {argument.name: value for argument, value in zip(op._schema.arguments, values, strict=True)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
     """An operator as the rest of the project sees it."""
 
