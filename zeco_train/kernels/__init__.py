@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from triton.runtime import JITFunction, _async_compile
+from triton.runtime import JITFunction
 
 from zeco_train.kernels.replay import recording
 
@@ -15,9 +15,11 @@ class Kernel(JITFunction):
 
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         compiled = super().run(*args, grid=grid, warmup=warmup, **constants)
-        if (current := recording()) is not None and not (warmup or _async_compile.active_mode.get()):
+        if (current := recording()) is not None:
+            current.is_whole &= compiled is not None and not (warmup or self.pre_run_hooks)
             rest = [constants.get(each.name, each.default) for each in self.params[len(args) :]]
-            current.launch(compiled, grid, [*args, *rest])
+            if current.is_whole:
+                current.launch(compiled, grid, [*args, *rest])
         return compiled
 
 

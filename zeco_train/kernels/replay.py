@@ -1,69 +1,80 @@
-"""Calls on a GPU whose launches and torch functions are replayed without the Python that chose them.
+"""Calls on a GPU: compiled at first, then recorded, then replayed without the Python that chose their launches.
 
-A call of an operator is some ten kernels, and to find the sizes, tiles and options of each takes the host longer than
-the kernel runs. They depend on the form of the call only: shapes, strides, dtypes and alignments. So the second call of
-a form is recorded, every torch function and launch as a line of Python, and later calls run these lines instead. A
-result is deleted after the last line that takes it, or earlier than without a recording. What tensors hold, which the
-host would have to wait for, may change nothing.
+A call of an operator is some ten kernels. Their sizes, tiles and options depend on nothing but the call's form: shapes,
+strides, dtypes and alignments; and to find them again takes the host longer than the kernels run. So
+
+    first call    Triton compiles a kernel when it is launched, and a pass launches them in order: with empty caches a
+                  call of kda takes 16 s on one core. So the steps run once without launching: all kernels go to
+                  Triton's own asynchronous compilation, which works in C++ and in `ptxas`, mostly without Python's
+                  lock. The results of that run are memory without meaning, which nothing reads.
+    second        every torch function and every launch is recorded as a line of Python
+    later ones    run these lines. A result is deleted after the last line that takes it, as early as without a record.
+
+No step may depend on what tensors hold, for which the host would have to wait anyway.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton import knobs
-from triton.runtime import _async_compile, driver
+from triton.runtime import JITFunction, _async_compile, driver
 
-# (part, *tensors) → its result: a part of a call, which takes tensors that were not there at the start.
-Run = Callable[..., Any]
-_Tape = Callable[..., Generator[Any, Any, None]]
+logger = logging.getLogger(__name__)
 
-_TENSORS, _NUMBERS = (Tensor, Parameter), (int, float, bool, type(None))
+# A call: until its scan, which yields a state first; beside the scan; and, sent the state received, to the end.
+Steps = Generator[Any, Tensor | None, None]
+_PARTS = 3
+
+# Triton compiles anew for sizes that divide by 16; tokens come in chunks of 64.
+_TOKENS = 16 * 64
 _MOST_FORMS = 1024
-# None: called once.
-_tapes: dict[Hashable, _Tape | None] = {}
-_local = threading.local()
+# By form; None: called once; False: it cannot be recorded.
+_tapes: dict[Hashable, Callable[..., Steps] | bool | None] = {}
+_compiled = set[Hashable]()
+_lock, _local = threading.Lock(), threading.local()
 
 
-def running(form: Hashable, tensors: Sequence[Tensor | None], parts: int) -> Run:
-    """How the parts of a call are run, in order: as they are, recorded, or in place of them what was recorded.
+def call(form: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], Steps]) -> Steps:
+    """The steps of a call, or their record.
 
     Args:
-        form: all that the parts depend on, besides tensors.
-        tensors: that the first part takes, on the current device.
-        parts: their number.
+        form: all that they depend on, besides
+        tensors: those that they take, but for the state that they are sent.
+        steps: on these tensors, on the current device.
     """
-    if not all(x is None or type(x) in _TENSORS for x in tensors) or is_observed():
-        return _plain
-    of_tensors = [
-        x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16) for x in tensors
-    ]
-    key = form, *of_tensors
-    if (tape := _tapes.get(key)) is not None:
-        played = tape(*tensors)
-        return lambda part, *more: played.send(more or None)
-    # One tensor in two places would be one to all calls of the form.
-    if key in _tapes:
-        present = [id(x) for x in tensors if x is not None]
-        return _plain if len({*present}) < len(present) else Recording(key, tensors, parts).run
-    if len(_tapes) >= _MOST_FORMS:
-        _tapes.clear()
-    _tapes[key] = None
-    return _plain
+    if not all(x is None or type(x) in (Tensor, Parameter) for x in tensors) or _is_observed():
+        return steps()
+    key = (
+        form,
+        *[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16) for x in tensors],
+    )
+    tape = _tapes.get(key)
+    if callable(tape):
+        return tape(*tensors)
+    if key not in _tapes:
+        if len(_tapes) >= _MOST_FORMS:
+            _tapes.clear()
+        _tapes[key] = None
+        _compile(form, tensors, steps)
+        return steps()
+    # One tensor in two places would be one in all calls of the form.
+    present = [id(x) for x in tensors if x is not None]
+    return steps() if tape is False or len({*present}) < len(present) else Recording(key, tensors).record(steps())
 
 
-def _plain(part: Callable[..., Any], *tensors: Tensor) -> Any:
-    return part(*tensors)
-
-
-def is_observed() -> bool:
+def _is_observed() -> bool:
     """Whether launches have to be Triton's own, or are none."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -77,55 +88,56 @@ def recording() -> Recording | None:
 
 
 class Recording(TorchFunctionMode):
-    """Writes a generator of the parts' lines, which yields their results."""
+    """Writes the lines of a generator that yields what the steps do."""
 
-    def __init__(self, key: Hashable, tensors: Sequence[Tensor | None], parts: int) -> None:
+    def __init__(self, key: Hashable, tensors: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self._key, self._parts, self._lines = key, parts, list[str]()
-        self._names, self._count, self._is_closed = WeakTensorKeyDictionary(), 0, True
-        self._fixed: dict[str, Any] = {"stream_of": driver.active.get_current_stream, "device": driver.active.get_current_device()}
+        self.is_whole = True
+        self._key, self._lines, self._count = key, list[str](), 0
+        self._names = WeakTensorKeyDictionary()
+        stream_of, device = driver.active.get_current_stream, driver.active.get_current_device()
+        self._fixed: dict[str, Any] = {"stream_of": stream_of, "device": device}
         self._inputs = [self._new(x) for x in tensors]
 
-    def run(self, part: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Run a part and record it."""
-        assert not any(x in self._names for x in tensors), "given before"
-        if self._lines:
-            given = "".join(f"{self._new(x)}, " for x in tensors)
-            self._lines[-1] = f"{given and f'{given}= '}{self._lines[-1]}"
-        self._lines.append("stream = stream_of(device)")
-        _local.recording = self
-        try:
-            with self:
-                result = part(*tensors)
-        finally:
-            _local.recording = None
-        self._lines.append(f"yield {self._text(result)}")
-        self._parts -= 1
-        # Not with a tensor that is neither given nor a result.
-        if self._parts == 0 and self._is_closed:
-            _tapes[self._key] = self._tape()
-        return result
+    def record(self, steps: Steps) -> Steps:
+        """The steps, recorded."""
+        given = None
+        for part in range(1, _PARTS + 1):
+            if given is not None:
+                assert given not in self._names, "what is sent was there before"
+                self._lines[-1] = f"{self._new(given)} = {self._lines[-1]}"
+            self._lines.append("stream = stream_of(device)")
+            _local.recording = self
+            try:
+                with self:
+                    result = steps.send(given)
+            finally:
+                _local.recording = None
+            self._lines.append(f"yield {self._text(result)}")
+            if part == _PARTS:
+                _tapes[self._key] = self.is_whole and self._tape()
+            given = yield result
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call it, and record it unless it tells something about tensors."""
+        """Call it, and record it unless it only tells something about tensors."""
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if result is None or _has_tensors(result):
             given = [*map(self._text, args), *(f"{name}={self._text(x)}" for name, x in kwargs.items())]
-            line = f"{self._text(function)}({', '.join(given)})"
-            self._lines.append(line if result is None else f"{self._target(result)} = {line}")
+            target = "" if result is None else f"{self._target(result)} = "
+            self._lines.append(f"{target}{self._text(function)}({', '.join(given)})")
         return result
 
     def launch(self, compiled: Any, grid: Sequence[int], values: Sequence[Any]) -> None:
-        """Record a launch."""
-        fixed = [compiled.function, compiled.packed_metadata, None, None, None]
+        """Record a launch; addresses, since Triton would ask the driver about each tensor."""
         given = [f"{self._text(x)}.data_ptr()" if isinstance(x, Tensor) else self._text(x) for x in values]
-        where = [*map(repr, (*grid, 1, 1)[:3]), "stream", *map(self._text, fixed)]
-        self._lines.append(f"{self._text(compiled.run)}({', '.join([*where, *given])})")
+        fixed = [*map(self._text, (compiled.function, compiled.packed_metadata, None, None, None))]
+        where = [*map(repr, (*grid, 1, 1)[:3]), "stream"]
+        self._lines.append(f"{self._text(compiled.run)}({', '.join([*where, *fixed, *given])})")
 
-    def _new(self, x: Any) -> str:
+    def _new(self, x: Tensor | None) -> str:
         self._count += 1
         name = f"x{self._count}"
         if x is not None:
@@ -137,28 +149,74 @@ class Recording(TorchFunctionMode):
 
     def _text(self, x: Any) -> str:
         if isinstance(x, Tensor):
-            self._is_closed &= x in self._names
+            self.is_whole &= x in self._names
             return self._names.get(x, "None")
         if _has_tensors(x):
             return f"[{', '.join(map(self._text, x))}]"
-        if x.__class__ in (int, bool, type(None)):
+        if type(x) in (int, bool, type(None)):
             return repr(x)
         name = f"c{len(self._fixed)}"
         self._fixed[name] = x
         return name
 
-    def _tape(self) -> _Tape:
+    def _tape(self) -> Callable[..., Steps]:
         seen, lines = set[str](), list[str]()
-        for line in reversed(self._lines):
+        for line in (*reversed(self._lines), *self._inputs):
             last = {*re.findall(r"\bx\d+\b", line)} - seen
             seen |= last
             lines.append(f" {line}" + (f"; del {', '.join(sorted(last))}" if last else ""))
-        unused = [x for x in self._inputs if x not in seen]
-        text = "\n".join([f"def tape({', '.join(self._inputs)}):", *(f" del {x}" for x in unused), *reversed(lines)])
-        exec(text, self._fixed)
-        tape: _Tape = self._fixed["tape"]
+        exec("\n".join([f"def tape({', '.join(self._inputs)}):", *reversed(lines)]), self._fixed)
+        tape: Callable[..., Steps] = self._fixed["tape"]
         return tape
 
 
 def _has_tensors(x: Any) -> bool:
     return isinstance(x, Tensor) or (isinstance(x, (tuple, list)) and any(map(_has_tensors, x)))
+
+
+def _compile(form: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], Steps]) -> None:
+    # Lengths of one kind have the same kernels.
+    kinds = (
+        (x.shape[2:], x.dtype, *(x.shape[1:2].numel() % n == 0 for n in (_TOKENS, 16)))
+        for x in tensors
+        if x is not None
+    )
+    key = form, len(tensors), *kinds
+    if key in _compiled:
+        return
+    with _lock:
+        # Kernels are also asked about on machines without a GPU.
+        if key in _compiled or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+            return
+        _compiled.add(key)
+        try:
+            with torch.no_grad(), compiled_at_once(max(2, torch.get_num_threads())):
+                once = steps()
+                state, *_ = next(once)
+                next(once)
+                once.send(state)
+        except torch.OutOfMemoryError:
+            logger.info("too little memory to compile kernels all at once; they are compiled when first launched")
+
+
+@contextmanager
+def compiled_at_once(threads: int) -> Iterator[None]:
+    """Kernels that this thread launches inside are compiled, by so many threads, and not run.
+
+    Errors of the compiler are those of the later launch. One thread at a time may be inside.
+    """
+    plain = JITFunction.run
+
+    def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        # Other threads go on launching.
+        return plain(kernel, *args, grid=grid, warmup=warmup or _async_compile.active_mode.get() is not None, **options)
+
+    JITFunction.run = run
+    try:
+        with (
+            ThreadPoolExecutor(threads, "kernels") as pool,
+            _async_compile.AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            yield
+    finally:
+        JITFunction.run = plain

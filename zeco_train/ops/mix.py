@@ -16,10 +16,10 @@ compute that overlaps it, and a compiled block has no graph break.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes, keeps_state
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
+
+# Of a pass: they yield the state that this rank sends, then nothing, and are sent the one that it received.
+Steps = Generator[Any, Any, None]
 
 
 def mix(
@@ -146,40 +149,40 @@ def _mix(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     chosen.check_carries(carry_in, want_carry)
-    replays, wanted = incoming_state is not None, want_carry or chosen.reads_whole
-    passed, sends = _passes_through(exchange, carry_in, want_carry), not replays and (wanted or not exchange.is_last)
-    like, local = operands[chosen.output], cast(ForwardPass, None)
+    wanted = want_carry or chosen.reads_whole
+    passed, sends = _passes_through(exchange, carry_in, want_carry), wanted or not exchange.is_last
+    like, is_first_pass = operands[chosen.output], incoming_state is None
 
-    def start() -> tuple[Tensor, Tensor]:
-        nonlocal local
+    def steps() -> Steps:
         chosen.check(operands, doc_ids)
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
         is_lazy = _is_lazy(chosen, local)
-        transition = local.transition if passed or not is_lazy else _unread(chosen.transition_shape(operands), like)
-        return local.state if sends or not is_lazy else _unread(chosen.state_shape(operands), like), transition
-
-    def outputs(received: Tensor) -> tuple[Tensor, list[Tensor]]:
+        is_read = (sends and is_first_pass) or not is_lazy
+        state = local.state if is_read else _unread(chosen.state_shape(operands), like)
+        yield state, local.transition if passed or not is_lazy else _unread(chosen.transition_shape(operands), like)
+        local.overlap()
+        o = local.outputs((yield))
         # Contiguous, as `_mix_shapes` promises the compiler.
-        return local.outputs(received).contiguous(), list(local.saved)
+        yield o.contiguous(), list(local.saved)
 
     # Triton and streams use the current device.
     with torch.cuda.device_of(like), _without_autocast(like):
-        run = _running(("forward", chosen, scale, passed, sends), [*operands, doc_ids])
-        state, transition = run(start)
+        call = _call(("forward", chosen, scale, passed, sends, is_first_pass), [*operands, doc_ids], steps)
+        state, transition = next(call)
         pending = None
-        if incoming_state is None:
+        if is_first_pass:
             request = ScanRequest(state, transition, False, carry_in, wanted, chosen.cuts(operands))
             pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
-        run(lambda: local.overlap())
+        next(call)
         beside = _outputs_beside(aside)
         if pending is None:
-            o, saved = run(outputs, dense(incoming_state))
+            o, saved = call.send(dense(incoming_state))
             received = transition.new_empty(0)
             shape = chosen.state_shape(operands) if want_carry else (0,)
             carry_out = like.new_full(shape, torch.nan, dtype=accumulation_dtype(like.dtype))
         else:
             received = _whole(pending) if chosen.reads_whole else pending.wait()
-            o, saved = run(outputs, dense(received))
+            o, saved = call.send(dense(received))
             if not chosen.reads_whole:
                 pending.finish()
             carry_out = pending.carry_out() if want_carry else transition.new_empty(0)
@@ -188,14 +191,15 @@ def _mix(
         return o, received, carry_out, transition, saved, beside
 
 
-# How the parts of a pass are run, of which there are three: until its scan, during it, and after it.
-def _running(form: Hashable, tensors: list[Tensor | None]) -> Callable[..., Any]:
-    target = Target.of(tensors[0].device)
-    if target.kind != "cuda" or tensors[0].device.type != "cuda":
-        return lambda part, *more: part(*more)
-    from zeco_train.kernels.replay import running  # late: imports Triton
+# The steps of a pass (`zeco_train.kernels.replay`), as they are or replayed.
+def _call(form: Hashable, tensors: list[Tensor | None], steps: Callable[[], Steps]) -> Steps:
+    first = tensors[0]
+    target = Target.of(first.device)
+    if target.kind != "cuda" or first.device.type != "cuda":
+        return steps()
+    from zeco_train.kernels import replay  # late: imports Triton
 
-    return running((form, target, keeps_states()), tensors, 3)
+    return replay.call((form, target, keeps_states()), tensors, steps)
 
 
 def _outputs_beside(aside: list[Tensor]) -> list[Tensor]:
@@ -256,25 +260,26 @@ def _mix_backward(
     aside: list[Tensor],
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    wanted, local = want_dcarry or chosen.reads_whole, cast(BackwardPass, None)
+    wanted = want_dcarry or chosen.reads_whole
     sends = wanted or not exchange.is_first
 
-    def start() -> Tensor:
-        nonlocal local
+    def steps() -> Steps:
         chosen.check(operands, doc_ids, do)
         local = _passes(chosen, operands, doc_ids).backward(operands, do, saved, incoming_state, scale, doc_ids)
         is_read = sends or not _is_lazy(chosen, local)
-        return local.state_grad if is_read else _unread(chosen.state_shape(operands), do)
+        yield (local.state_grad if is_read else _unread(chosen.state_shape(operands), do),)
+        local.overlap()
+        yield [grad.contiguous() for grad in local.operand_grads((yield))]
 
     with torch.cuda.device_of(do), _without_autocast(do):
-        run = _running(("backward", chosen, scale, sends), [*operands, do, *saved, incoming_state, doc_ids])
-        grad = run(start)
+        tensors = [*operands, do, *saved, incoming_state, doc_ids]
+        call = _call(("backward", chosen, scale, sends), tensors, steps)
+        (grad,) = next(call)
         request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, chosen.cuts(operands))
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
-        run(lambda: local.overlap())
+        next(call)
         dweights = [weight_grad(*aside)] if aside else []
-        incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
-        grads = run(lambda grad: [x.contiguous() for x in local.operand_grads(grad)], dense(incoming_grad))
+        grads = call.send(dense(_whole(pending) if chosen.reads_whole else pending.wait()))
         if not chosen.reads_whole:
             pending.finish()
         dcarry_in = pending.carry_out() if want_dcarry else transition.new_empty(0)
