@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from triton.runtime import JITFunction
+from triton.runtime import JITFunction, _async_compile
 
 from zeco_train.kernels.replay import recording
 
 
 class Kernel(JITFunction):
-    """A kernel whose launches are recorded where a call is (`zeco_train.kernels.replay`)."""
+    """A kernel whose launches are recorded where a call is, or only compiled (`zeco_train.kernels.replay`)."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        warmup = warmup or _async_compile.active_mode.get() is not None
         compiled = super().run(*args, grid=grid, warmup=warmup, **constants)
         if (current := recording()) is not None:
-            current.is_whole &= compiled is not None and not (warmup or self.pre_run_hooks)
             rest = [constants.get(each.name, each.default) for each in self.params[len(args) :]]
-            if current.is_whole:
-                current.launch(compiled, grid, [*args, *rest])
+            current.launch(None if warmup or self.pre_run_hooks else compiled, grid, [*args, *rest])
         return compiled
 
 

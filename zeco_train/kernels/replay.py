@@ -18,9 +18,8 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton import knobs
-from triton.runtime import JITFunction, _async_compile, driver
+from triton.runtime import _async_compile, driver
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _MOST_FORMS = 1024
 # By form; None: called once; False: it cannot be recorded.
 _tapes: dict[Hashable, Callable[..., Steps] | bool | None] = {}
 _compiled = set[Hashable]()
-_lock, _local = threading.Lock(), threading.local()
+_local = threading.local()
 
 
 def call(form: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], Steps]) -> Steps:
@@ -92,7 +91,7 @@ class Recording(TorchFunctionMode):
 
     def __init__(self, key: Hashable, tensors: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.is_whole = True
+        self._is_whole = True
         self._key, self._lines, self._count = key, list[str](), 0
         self._names = WeakTensorKeyDictionary()
         stream_of, device = driver.active.get_current_stream, driver.active.get_current_device()
@@ -115,7 +114,7 @@ class Recording(TorchFunctionMode):
                 _local.recording = None
             self._lines.append(f"yield {self._text(result)}")
             if part == _PARTS:
-                _tapes[self._key] = self.is_whole and self._tape()
+                _tapes[self._key] = self._is_whole and self._tape()
             given = yield result
 
     def __torch_function__(
@@ -132,6 +131,9 @@ class Recording(TorchFunctionMode):
 
     def launch(self, compiled: Any, grid: Sequence[int], values: Sequence[Any]) -> None:
         """Record a launch; addresses, since Triton would ask the driver about each tensor."""
+        if compiled is None:
+            self._is_whole = False
+            return
         given = [f"{self._text(x)}.data_ptr()" if isinstance(x, Tensor) else self._text(x) for x in values]
         fixed = [*map(self._text, (compiled.function, compiled.packed_metadata, None, None, None))]
         where = [*map(repr, (*grid, 1, 1)[:3]), "stream"]
@@ -149,7 +151,7 @@ class Recording(TorchFunctionMode):
 
     def _text(self, x: Any) -> str:
         if isinstance(x, Tensor):
-            self.is_whole &= x in self._names
+            self._is_whole &= x in self._names
             return self._names.get(x, "None")
         if _has_tensors(x):
             return f"[{', '.join(map(self._text, x))}]"
@@ -174,49 +176,22 @@ def _has_tensors(x: Any) -> bool:
     return isinstance(x, Tensor) or (isinstance(x, (tuple, list)) and any(map(_has_tensors, x)))
 
 
+# All kernels at once, before the first call of a kind; errors of the compiler are those of the later launch.
 def _compile(form: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], Steps]) -> None:
     # Lengths of one kind have the same kernels.
-    kinds = (
-        (x.shape[2:], x.dtype, *(x.shape[1:2].numel() % n == 0 for n in (_TOKENS, 16)))
-        for x in tensors
-        if x is not None
-    )
-    key = form, len(tensors), *kinds
-    if key in _compiled:
+    lengths = (_TOKENS, 16)
+    kinds = [
+        x if x is None else (x.dtype, x.shape[2:], *(x.shape[1:2].numel() % n == 0 for n in lengths)) for x in tensors
+    ]
+    if (key := (form, *kinds)) in _compiled or torch.cuda.is_current_stream_capturing():
         return
-    with _lock:
-        # Kernels are also asked about on machines without a GPU.
-        if key in _compiled or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-            return
-        _compiled.add(key)
-        try:
-            with torch.no_grad(), compiled_at_once(max(2, torch.get_num_threads())):
-                once = steps()
-                state, *_ = next(once)
-                next(once)
-                once.send(state)
-        except torch.OutOfMemoryError:
-            logger.info("too little memory to compile kernels all at once; they are compiled when first launched")
-
-
-@contextmanager
-def compiled_at_once(threads: int) -> Iterator[None]:
-    """Kernels that this thread launches inside are compiled, by so many threads, and not run.
-
-    Errors of the compiler are those of the later launch. One thread at a time may be inside.
-    """
-    plain = JITFunction.run
-
-    def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        # Other threads go on launching.
-        return plain(kernel, *args, grid=grid, warmup=warmup or _async_compile.active_mode.get() is not None, **options)
-
-    JITFunction.run = run
+    _compiled.add(key)
+    pool = ThreadPoolExecutor(max(2, torch.get_num_threads()), "kernels")
     try:
-        with (
-            ThreadPoolExecutor(threads, "kernels") as pool,
-            _async_compile.AsyncCompileMode(pool, ignore_errors=True),
-        ):
-            yield
-    finally:
-        JITFunction.run = plain
+        with torch.no_grad(), pool, _async_compile.AsyncCompileMode(pool, ignore_errors=True):
+            once = steps()
+            state, *_ = next(once)
+            next(once)
+            once.send(state)
+    except torch.OutOfMemoryError:
+        logger.info("too little memory to compile kernels all at once; they are compiled when first launched")
