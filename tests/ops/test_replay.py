@@ -246,7 +246,7 @@ def _unlike_first_calls(rank: int, world_size: int, cases: list[tuple[Any, ...]]
             with torch._C.DisableTorchFunction():
                 plain(kernel, grid)(*arguments, **constants)
 
-        current = replay.recording()
+        current = replay.local.recording
         return launch if current is None else lambda *x, **more: current.__torch_function__(launch, (), x, more)
 
     def replayed(form: Any, tensors: Any, steps: Any) -> Steps:

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 from triton.runtime import JITFunction, _async_compile
 
-from zeco_train.kernels.replay import recording
+from zeco_train.kernels.replay import local
 
 
 class Kernel(JITFunction):
@@ -16,9 +16,9 @@ class Kernel(JITFunction):
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         warmup = warmup or _async_compile.active_mode.get() is not None
         compiled = super().run(*args, grid=grid, warmup=warmup, **constants)
-        if (current := recording()) is not None:
+        if local.recording is not None:
             rest = [constants.get(each.name, each.default) for each in self.params[len(args) :]]
-            current.launch(None if warmup or self.pre_run_hooks else compiled, grid, [*args, *rest])
+            local.recording.launch(compiled, grid, [*args, *rest])
         return compiled
 
 
