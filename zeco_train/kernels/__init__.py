@@ -16,9 +16,9 @@ class Kernel(JITFunction):
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         warmup = warmup or _async_compile.active_mode.get() is not None
         compiled = super().run(*args, grid=grid, warmup=warmup, **constants)
-        if local.recording is not None:
+        if (recording := getattr(local, "recording", None)) is not None:
             rest = [constants.get(each.name, each.default) for each in self.params[len(args) :]]
-            local.recording.launch(compiled, grid, [*args, *rest])
+            recording.launch(compiled, grid, [*args, *rest])
         return compiled
 
 

@@ -19,7 +19,8 @@ import re
 import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from math import gcd
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 Steps = Generator[Any, Tensor | None, None]
 _PARTS = 3
 # Triton compiles anew for sizes that divide by 16; tokens come in chunks of 64.
-_LENGTHS = (16 * 64, 16)
+_LENGTHS = 16 * 64
 _MOST_FORMS = 1024
 
 # By form: None after one call, False if it cannot be recorded.
@@ -43,11 +44,8 @@ _tapes: dict[Hashable, Callable[..., Steps] | bool | None] = {}
 _compiled = set[Hashable]()
 
 
-class _Local(threading.local):
-    recording: Recording | None = None
-
-
-local = _Local()
+# `recording`: of this thread.
+local = threading.local()
 
 
 def call(form: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], Steps]) -> Steps:
@@ -85,8 +83,7 @@ def _is_observed() -> bool:
 # All kernels at once, before the first call of a kind; errors of the compiler are those of the later launch.
 def _compile(form: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], Steps]) -> None:
     # Lengths of one kind have the same kernels.
-    lengths = [() if x is None else [x.shape[1:2].numel() % n == 0 for n in _LENGTHS] for x in tensors]
-    kinds = [x if x is None else (x.dtype, x.shape[2:], *each) for x, each in zip(tensors, lengths, strict=True)]
+    kinds = [x if x is None else (x.dtype, x.shape[2:], gcd(x.shape[1:2].numel(), _LENGTHS)) for x in tensors]
     if (key := (form, *kinds)) in _compiled or torch.cuda.is_current_stream_capturing():
         return
     _compiled.add(key)
@@ -117,7 +114,7 @@ class Recording(TorchFunctionMode):
         received = None
         for part in range(1, _PARTS + 1):
             if received is not None:
-                self._is_whole &= received not in self._names
+                received = received.detach()  # it may be one that was there before, which has a name of its own
                 self._lines[-1] = f"{self._named(received)} = {self._lines[-1]}"
             self._lines.append(f"stream = stream_of({self._text(driver.active.get_current_device())})")
             local.recording = self
@@ -125,7 +122,7 @@ class Recording(TorchFunctionMode):
                 with self:
                     result = steps.send(received)
             finally:
-                local.recording = None
+                del local.recording
             self._lines.append(f"yield {self._text(result)}")
             _tapes[self._key] = self._is_whole and (self._tape() if part == _PARTS else None)
             received = yield result
@@ -172,8 +169,7 @@ class Recording(TorchFunctionMode):
             seen |= last
             lines.append(f" {line}" + (f"; del {', '.join(sorted(last))}" if last else ""))
         exec("\n".join([f"def tape({', '.join(self._inputs)}):", *reversed(lines)]), self._fixed)
-        tape: Callable[..., Steps] = self._fixed["tape"]
-        return tape
+        return cast(Callable[..., Steps], self._fixed["tape"])
 
 
 def _has_tensors(x: Any) -> bool:

@@ -159,7 +159,8 @@ def _mix(
         is_lazy = _is_lazy(chosen, local)
         is_read = (sends and is_first_pass) or not is_lazy
         state = local.state if is_read else _unread(chosen.state_shape(operands), like)
-        yield state, local.transition if passed or not is_lazy else _unread(chosen.transition_shape(operands), like)
+        passed_on = local.transition if passed or not is_lazy else _unread(chosen.transition_shape(operands), like)
+        yield state, passed_on, is_read
         local.overlap()
         o = local.outputs((yield))
         # Contiguous, as `_mix_shapes` promises the compiler.
@@ -168,13 +169,14 @@ def _mix(
     # Triton and streams use the current device.
     with torch.cuda.device_of(like), _without_autocast(like):
         call = _call(("forward", chosen, scale, passed, sends, is_first_pass), [*operands, doc_ids], steps)
-        state, transition = next(call)
+        state, transition, is_read = next(call)
         pending = None
         if is_first_pass:
-            request = ScanRequest(state, transition, False, carry_in, wanted, chosen.cuts(operands))
+            carry = carry_in if is_read or not exchange.is_first or carry_in is not None else state
+            request = ScanRequest(state, transition, False, carry, wanted, chosen.cuts(operands))
             pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
         next(call)
-        beside = _outputs_beside(aside)
+        beside = [linear(aside[0], aside[1], aside[2:])] if aside else []
         if pending is None:
             o, saved = call.send(dense(incoming_state))
             received = transition.new_empty(0)
@@ -202,10 +204,6 @@ def _call(form: Hashable, tensors: list[Tensor | None], steps: Callable[[], Step
     return replay.call((form, target, keeps_states()), tensors, steps)
 
 
-def _outputs_beside(aside: list[Tensor]) -> list[Tensor]:
-    return [linear(aside[0], aside[1], aside[2:])] if aside else []
-
-
 # Whether a state passes through this rank's tokens, so that their transition must be known. Before the first rank the
 # state is 0 without a carry, and the one after the last rank is unread unless it is wanted. In reverse the same
 # gradients are 0 or unread, so the transition multiplies zeros in all of its uses.
@@ -217,7 +215,7 @@ def _is_lazy(operator: Operator, local: ForwardPass | BackwardPass) -> bool:
     return operator.kind is Kind.matrix or getattr(local, "lazy", False)
 
 
-# In place of what is costly, and no rank reads.
+# In place of what is costly, and no rank reads. On a rank that is the first, too, zeros are also what it receives.
 def _unread(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return like.new_zeros(shape, dtype=accumulation_dtype(like.dtype))
 
@@ -267,15 +265,16 @@ def _mix_backward(
         chosen.check(operands, doc_ids, do)
         local = _passes(chosen, operands, doc_ids).backward(operands, do, saved, incoming_state, scale, doc_ids)
         is_read = sends or not _is_lazy(chosen, local)
-        yield (local.state_grad if is_read else _unread(chosen.state_shape(operands), do),)
+        yield local.state_grad if is_read else _unread(chosen.state_shape(operands), do), is_read
         local.overlap()
         yield [grad.contiguous() for grad in local.operand_grads((yield))]
 
     with torch.cuda.device_of(do), _without_autocast(do):
         tensors = [*operands, do, *saved, incoming_state, doc_ids]
         call = _call(("backward", chosen, scale, sends), tensors, steps)
-        (grad,) = next(call)
-        request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, chosen.cuts(operands))
+        grad, is_read = next(call)
+        carry = dcarry_out if is_read or not exchange.is_last or dcarry_out is not None else grad
+        request = ScanRequest(grad, adjoint(transition), True, carry, wanted, chosen.cuts(operands))
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
         next(call)
         dweights = [weight_grad(*aside)] if aside else []
