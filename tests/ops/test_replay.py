@@ -249,10 +249,10 @@ def _unlike_first_calls(rank: int, world_size: int, cases: list[tuple[Any, ...]]
         current = getattr(replay.local, "recording", None)
         return launch if current is None else lambda *x, **more: current.__torch_function__(launch, (), x, more)
 
-    def replayed(form: Any, tensors: Any, steps: Any) -> Steps:
+    def replayed(form: Any, *tensors: Any, steps: Any) -> Steps:
         return replay.call(form, tensors, steps)
 
-    def as_they_are(form: Any, tensors: Any, steps: Any) -> Steps:
+    def as_they_are(form: Any, *tensors: Any, steps: Any) -> Steps:
         return steps()
 
     torch.cuda.is_current_stream_capturing = lambda: False

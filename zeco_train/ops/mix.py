@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -168,7 +168,8 @@ def _mix(
 
     # Triton and streams use the current device.
     with torch.cuda.device_of(like), _without_autocast(like):
-        call = _call(("forward", chosen, scale, passed, sends, is_first_pass), [*operands, doc_ids], steps)
+        form = "forward", chosen, scale, passed, sends, is_first_pass
+        call = _call(form, *operands, doc_ids, steps=steps)
         state, transition, is_read = next(call)
         pending = None
         if is_first_pass:
@@ -178,7 +179,7 @@ def _mix(
         next(call)
         beside = [linear(aside[0], aside[1], aside[2:])] if aside else []
         if pending is None:
-            o, saved = call.send(dense(incoming_state))
+            o, saved = call.send(dense(cast(Tensor, incoming_state)))
             received = transition.new_empty(0)
             shape = chosen.state_shape(operands) if want_carry else (0,)
             carry_out = like.new_full(shape, torch.nan, dtype=accumulation_dtype(like.dtype))
@@ -194,14 +195,13 @@ def _mix(
 
 
 # The steps of a pass (`zeco_train.kernels.replay`), as they are or replayed.
-def _call(form: Hashable, tensors: list[Tensor | None], steps: Callable[[], Steps]) -> Steps:
-    first = tensors[0]
+def _call(form: Hashable, first: Tensor, *others: Tensor | None, steps: Callable[[], Steps]) -> Steps:
     target = Target.of(first.device)
     if target.kind != "cuda" or first.device.type != "cuda":
         return steps()
     from zeco_train.kernels import replay  # late: imports Triton
 
-    return replay.call((form, target, keeps_states()), tensors, steps)
+    return replay.call((form, target, keeps_states()), [first, *others], steps)
 
 
 # Whether a state passes through this rank's tokens, so that their transition must be known. Before the first rank the
@@ -270,8 +270,8 @@ def _mix_backward(
         yield [grad.contiguous() for grad in local.operand_grads((yield))]
 
     with torch.cuda.device_of(do), _without_autocast(do):
-        tensors = [*operands, do, *saved, incoming_state, doc_ids]
-        call = _call(("backward", chosen, scale, sends), tensors, steps)
+        form = "backward", chosen, scale, sends
+        call = _call(form, *operands, do, *saved, incoming_state, doc_ids, steps=steps)
         grad, is_read = next(call)
         carry = dcarry_out if is_read or not exchange.is_last or dcarry_out is not None else grad
         request = ScanRequest(grad, adjoint(transition), True, carry, wanted, chosen.cuts(operands))
