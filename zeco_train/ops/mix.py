@@ -16,23 +16,29 @@ compute that overlaps it, and a compiled block has no graph break.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.library import Library, infer_schema, register_fake
+from torch.nn import Parameter
 
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.kernel_operands import dense
 from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.linear import Aside, linear, weight_grad
-from zeco_train.ops.operator import Kind, Operator
+from zeco_train.ops.operator import Kind, Operator, Target
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import BackwardBase, BackwardPass, ForwardBase, ForwardPass, Passes
+from zeco_train.ops.passes import BackwardBase, BackwardPass, ForwardBase, ForwardPass, Passes, keeps_states
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
+
+# Of a pass: they yield the state that this rank sends, then nothing, and are sent the one that it received.
+Steps = Generator[Any, Any, None]
 
 
 def mix(
@@ -99,7 +105,8 @@ def mix_beside(
     assert position.doc_ids is not None or position.documents is None, "take `SequencePosition.on` first"
     beside: tuple[Any, ...] = ([], None) if aside is None else ([aside.x, aside.weight, *aside.more], aside.edge)
     where = position.handle, position.doc_ids
-    o, received, carry_out, _, _, y = torch.ops.zeco.mix(list(operands), operator, scale, *where, *state_input, *beside)
+    call = _under_autograd if _is_plain(operands) else torch.ops.zeco.mix
+    o, received, carry_out, _, _, y = call(list(operands), operator, scale, *where, *state_input, *beside)
     return o, StateOutput(received, carry_out), y[0] if y else None
 
 
@@ -111,19 +118,6 @@ def operator_of(name: str, operands: Sequence[Tensor]) -> Operator:
     if len(operands) != len(operator.operands):
         raise ValueError(f"operands: {name} takes {', '.join(operator.operands)}; got {len(operands)} tensors")
     return operator
-
-
-_checked, _MOST_FORMS = set[Hashable](), 1024
-
-
-# `Operator.check`, once for calls of one form: a look-up is ten times as fast.
-def _check(operator: str, operands: Sequence[Tensor], doc_ids: Tensor | None, do: Tensor | None = None) -> None:
-    form = operator, *[x if x is None else (x.shape, x.dtype) for x in (doc_ids, do, *operands)]
-    if form not in _checked:
-        operator_of(operator, operands).check(operands, doc_ids, do)
-        if len(_checked) >= _MOST_FORMS:
-            _checked.clear()
-        _checked.add(form)
 
 
 # Row by row if each row of the batch has documents of its own.
@@ -154,44 +148,69 @@ def _mix(
     edge: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    _check(operator, operands, doc_ids)
     chosen.check_carries(carry_in, want_carry)
-    # Triton and streams use the current device.
-    with torch.cuda.device_of(operands[0]), _without_autocast(operands[0]):
+    wanted = want_carry or chosen.reads_whole
+    passed, sends = _passes_through(exchange, carry_in, want_carry), wanted or not exchange.is_last
+    like, is_first_pass = operands[chosen.output], incoming_state is None
+    from_zero = is_first_pass and exchange.is_first and carry_in is None
+
+    def steps() -> Steps:
+        chosen.check(operands, doc_ids)
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)
-        passed = not _is_lazy(chosen, local) or _passes_through(exchange, carry_in, want_carry)
-        like = operands[chosen.output]
-        transition = local.transition if passed else _unread(chosen.transition_shape(operands), like)
-        if incoming_state is None:
-            cuts, wanted = chosen.cuts(operands), want_carry or chosen.reads_whole
-            sends = not _is_lazy(chosen, local) or wanted or not exchange.is_last
-            state = local.state if sends else _unread(chosen.state_shape(operands), like)
-            request = ScanRequest(state, transition, False, carry_in, wanted, cuts)
+        is_lazy = _is_lazy(chosen, local)
+        is_read = (sends and is_first_pass) or not is_lazy
+        state = local.state if is_read else _unread(chosen.state_shape(operands), like)
+        passed_on = local.transition if passed or not is_lazy else _unread(chosen.transition_shape(operands), like)
+        yield state, passed_on, is_read
+        if isinstance(local, ForwardBase):
+            local.from_zero = from_zero
+        local.overlap()
+        o = local.outputs((yield))
+        # Contiguous, as `_mix_shapes` promises the compiler.
+        yield o.contiguous(), list(local.saved)
+
+    # Triton and streams use the current device.
+    with torch.cuda.device_of(like), _without_autocast(like):
+        given = carry_in if is_first_pass else incoming_state
+        form = "forward", chosen, scale, passed, sends, is_first_pass, from_zero, _is_aligned(given)
+        call = _call(form, *operands, doc_ids, steps=steps)
+        state, transition, is_read = next(call)
+        pending = None
+        if is_first_pass:
+            carry = carry_in if is_read or not exchange.is_first or carry_in is not None else state
+            request = ScanRequest(state, transition, False, carry, wanted, chosen.cuts(operands))
             pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
-            if isinstance(local, ForwardBase):
-                local.from_zero = exchange.is_first and carry_in is None
-            local.overlap()
-            beside = _outputs_beside(aside)
+        next(call)
+        beside = [linear(aside[0], aside[1], aside[2:])] if aside else []
+        if pending is None:
+            o, saved = call.send(dense(cast(Tensor, incoming_state)))
+            received = transition.new_empty(0)
+            shape = chosen.state_shape(operands) if want_carry else (0,)
+            carry_out = like.new_full(shape, torch.nan, dtype=accumulation_dtype(like.dtype))
+        else:
             received = _whole(pending) if chosen.reads_whole else pending.wait()
-            o = local.outputs(received)
+            o, saved = call.send(dense(received))
             if not chosen.reads_whole:
                 pending.finish()
             carry_out = pending.carry_out() if want_carry else transition.new_empty(0)
             # Over one rank a scan returns carry_in itself, and the output of a custom op must not alias an input.
             received = received.clone() if received is carry_in else received
-        else:
-            local.overlap()
-            beside = _outputs_beside(aside)
-            o = local.outputs(incoming_state)
-            received = transition.new_empty(0)
-            shape = chosen.state_shape(operands) if want_carry else (0,)
-            carry_out = like.new_full(shape, torch.nan, dtype=accumulation_dtype(like.dtype))
-        # Contiguous, as `_mix_shapes` promises the compiler.
-        return o.contiguous(), received, carry_out, transition, list(local.saved), beside
+        return o, received, carry_out, transition, saved, beside
 
 
-def _outputs_beside(aside: list[Tensor]) -> list[Tensor]:
-    return [linear(aside[0], aside[1], aside[2:])] if aside else []
+# As Triton assumes of what it has compiled for; a state that is sent into a call is not among its tensors.
+def _is_aligned(x: Tensor | None) -> bool:
+    return x is None or x.data_ptr() % 16 == 0
+
+
+# The steps of a pass (`zeco_train.kernels.replay`), as they are or replayed.
+def _call(form: Hashable, first: Tensor, *others: Tensor | None, steps: Callable[[], Steps]) -> Steps:
+    target = Target.of(first.device)
+    if target.kind != "cuda" or first.device.type != "cuda":
+        return steps()
+    from zeco_train.kernels import replay  # late: imports Triton
+
+    return replay.call((form, target, keeps_states()), [first, *others], steps)
 
 
 # Whether a state passes through this rank's tokens, so that their transition must be known. Before the first rank the
@@ -205,7 +224,7 @@ def _is_lazy(operator: Operator, local: ForwardPass | BackwardPass) -> bool:
     return operator.kind is Kind.matrix or getattr(local, "lazy", False)
 
 
-# In place of what is costly, and no rank reads.
+# In place of what is costly, and no rank reads. On a rank that is the first, too, zeros are also what it receives.
 def _unread(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return like.new_zeros(shape, dtype=accumulation_dtype(like.dtype))
 
@@ -248,21 +267,29 @@ def _mix_backward(
     aside: list[Tensor],
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
-    _check(operator, operands, doc_ids, do)
-    with torch.cuda.device_of(do), _without_autocast(do):
-        passes = _passes(chosen, operands, doc_ids)
-        local = passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
-        cuts, wanted = chosen.cuts(operands), want_dcarry or chosen.reads_whole
-        sends = not _is_lazy(chosen, local) or wanted or not exchange.is_first
-        grad = local.state_grad if sends else _unread(chosen.state_shape(operands), do)
-        request = ScanRequest(grad, adjoint(transition), True, dcarry_out, wanted, cuts)
-        pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
+    wanted = want_dcarry or chosen.reads_whole
+    sends, from_zero = wanted or not exchange.is_first, exchange.is_last and dcarry_out is None
+
+    def steps() -> Steps:
+        chosen.check(operands, doc_ids, do)
+        local = _passes(chosen, operands, doc_ids).backward(operands, do, saved, incoming_state, scale, doc_ids)
+        is_read = sends or not _is_lazy(chosen, local)
+        yield local.state_grad if is_read else _unread(chosen.state_shape(operands), do), is_read
         if isinstance(local, BackwardBase):
-            local.from_zero = exchange.is_last and dcarry_out is None
+            local.from_zero = from_zero
         local.overlap()
+        yield [grad.contiguous() for grad in local.operand_grads((yield))]
+
+    with torch.cuda.device_of(do), _without_autocast(do):
+        form = "backward", chosen, scale, sends, from_zero, _is_aligned(dcarry_out)
+        call = _call(form, *operands, do, *saved, incoming_state, doc_ids, steps=steps)
+        grad, is_read = next(call)
+        carry = dcarry_out if is_read or not exchange.is_last or dcarry_out is not None else grad
+        request = ScanRequest(grad, adjoint(transition), True, carry, wanted, chosen.cuts(operands))
+        pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
+        next(call)
         dweights = [weight_grad(*aside)] if aside else []
-        incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
-        grads = [grad.contiguous() for grad in local.operand_grads(incoming_grad)]
+        grads = call.send(dense(_whole(pending) if chosen.reads_whole else pending.wait()))
         if not chosen.reads_whole:
             pending.finish()
         dcarry_in = pending.carry_out() if want_dcarry else transition.new_empty(0)
@@ -276,6 +303,14 @@ def _mix_backward_shapes(operands: list[Tensor], *rest: Any) -> tuple[list[Tenso
     return [x.new_empty(x.shape) for x in operands], transition.new_empty(state if want_dcarry else (0,)), dweights
 
 
+# Whether no mode, compiler or profiler needs to see an op: PyTorch's ways to it take 40 µs of a call.
+def _is_plain(tensors: Sequence[Tensor]) -> bool:
+    if torch.compiler.is_compiling() or not all(type(x) in (Tensor, Parameter) for x in tensors):
+        return False
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return not (modes or torch.autograd._profiler_enabled() or torch._C._functorch.peek_interpreter_stack())
+
+
 # `zeco::mix` under autograd, with its lists flattened: `torch.library.register_autograd` would flatten and unflatten
 # them by pytrees, which takes more host time than everything else here.
 class _Differentiable(torch.autograd.Function):
@@ -284,8 +319,9 @@ class _Differentiable(torch.autograd.Function):
         operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry, num_operands, _, *tensors = inputs
         operands, aside = tensors[:num_operands], tensors[num_operands:]
         # Otherwise the call would be dispatched to the autograd kernel, that is, here again.
+        call = _untraced(_mix) if _is_plain(operands) else torch.ops.zeco.mix.default
         with torch._C._AutoDispatchBelowAutograd():
-            o, received, carry_out, transition, saved, beside = torch.ops.zeco.mix.default(
+            o, received, carry_out, transition, saved, beside = call(
                 operands, operator, scale, handle, doc_ids, incoming_state, carry_in, want_carry, aside, None
             )
         ctx.mark_non_differentiable(received, transition, *saved)
@@ -318,8 +354,9 @@ class _Differentiable(torch.autograd.Function):
         # Of the linear layer: its output comes last, its tensors after the operands.
         dy, wanted = rest[-1] if x else None, ctx.needs_input_grad[9 + ctx.num_operands :]
         pair = [dy, *x] if dy is not None and wanted[1] else []
+        call = _untraced(_mix_backward) if _is_plain([*operands, do]) else torch.ops.zeco.mix_backward.default
         with torch._C._AutoDispatchBelowAutograd():
-            grads, dcarry_in, dweights = torch.ops.zeco.mix_backward.default(
+            grads, dcarry_in, dweights = call(
                 operands, do, saved, transition, incoming_state, dcarry_out, *where, want_dcarry, pair
             )
         if torch.is_grad_enabled():  # by `create_graph`
@@ -340,6 +377,9 @@ class _Final(torch.autograd.Function):
         raise RuntimeError("zeco::mix has no second derivatives")
 
 
+_untraced = cache(torch._disable_dynamo)
+
+
 def _under_autograd(operands: list[Tensor], *settings: Any) -> tuple[Any, ...]:
     *others, aside, edge = settings
     found = _Differentiable.apply(*others, len(operands), edge, *operands, *aside)
@@ -352,6 +392,6 @@ _LIBRARY = Library("zeco", "FRAGMENT")
 for _function, _shapes in ((_mix, _mix_shapes), (_mix_backward, _mix_backward_shapes)):
     _name = _function.__name__[1:]
     _LIBRARY.define(f"{_name}{infer_schema(_function, mutates_args=())}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _untraced(_function), "CompositeExplicitAutograd")
     register_fake(f"zeco::{_name}", _shapes, lib=_LIBRARY)
 _LIBRARY.impl("mix", _under_autograd, "Autograd")

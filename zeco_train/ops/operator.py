@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from zeco_train.ops import accumulation_dtype
-from zeco_train.ops.first_call import compiling_first
 from zeco_train.ops.passes import Passes, check_state
 
 # Operands of a number a token and head, or channel, whose dtype is their own; and why it may not be narrow.
@@ -153,9 +152,7 @@ class PeerFunction(NamedTuple):
     joins_heads: bool = False  # operands and outputs are [B, T, H·K]
 
 
-@cache
-def _imported(name: str) -> Passes:
-    return compiling_first(resolve_name(name))
+_imported: Callable[[str], Passes] = cache(resolve_name)
 
 
 def arguments_of(op: torch._ops.OpOverload, values: Sequence[Any]) -> dict[str, Any]:
@@ -163,7 +160,7 @@ def arguments_of(op: torch._ops.OpOverload, values: Sequence[Any]) -> dict[str, 
     return {argument.name: value for argument, value in zip(op._schema.arguments, values, strict=True)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
     """An operator as the rest of the project sees it."""
 
