@@ -1,6 +1,6 @@
 """Question: how fast, and how exact, are the operators' kernels at shapes that others published?
-Command: python -m lab.campaigns.published_shapes FOLDER [--only TEXT,TEXT] [--tokens 16384] [--peer fla] [--no-variations]
-    [--bytes]
+Command: python -m lab.campaigns.published_shapes FOLDER [--only TEXT,TEXT] [--tokens 16384] [--peer fla]
+    [--no-variations] [--bytes]
 Date: 27 November 2026, H100; 28 November, the whole table on an H200
 Answer: docs/benchmarks.md has the newest table. Each row: forward + backward in a CUDA graph (median, p10, p90),
     launched one by one, and by a peer's function (fla's are given q and k expanded in the call where heads share
