@@ -75,9 +75,7 @@ SMALL = {
     "scalar, no decay": KernelCase("scalar_decay", 140, rate=0.0),
     "scalar, resets": KernelCase("scalar_decay", 140, reset=-3e38, changes=SHORT),
     "scalar, a document starts the rank": KernelCase("scalar_decay", 140, documents=(0, 64), before=0),
-    "fixed, documents": KernelCase(
-        "fixed_decay", 270, (1, 1, 2, 16, 16), documents=(0, 70, 128, 129, 200), changes=SHORT
-    ),
+    "fixed, documents": KernelCase("fixed_decay", 270, (1, 1, 2, 16, 16), 0.2, (0, 70, 128, 129, 200), changes=SHORT),
     "scalar, by chunks": KernelCase(
         "scalar_decay",
         40,
