@@ -19,10 +19,10 @@ States and gradients are fp32 in registers, and in the dtype of the tokens as op
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from zeco_train.kernels import jit
+from zeco_train.ops.delta.kernels.grads import INTERPRETED
 from zeco_train.ops.delta.kernels.systems import WEAK, border_decays, load_decays, load_kind, write_operands
 from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
@@ -188,9 +188,6 @@ def forward_walk_kernel(
             tl.store(pointers, state, mask=inside)
 
 
-INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-
-
 @jit
 def _write_ahead(
     chunk, first_chunk, sources, written, batch_head, scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BH,
@@ -249,10 +246,6 @@ def reverse_walk_kernel(
     first_value = tl.program_id(0) * BV
     batch_head = tl.program_id(1)
     segment = tl.program_id(2)
-    if AHEAD > 0:
-        q += key_head_offset(batch_head, T, H, KEY_HEADS, K)
-        k += key_head_offset(batch_head, T, H, KEY_HEADS, K)
-        channel_sums += head_offset(batch_head, T, H, K)
     keys += key_head_offset(batch_head, T, H, G, K)
     end_keys += key_head_offset(batch_head, T, H, G, K)
     queries += key_head_offset(batch_head, T, H, G, K)
@@ -267,7 +260,9 @@ def reverse_walk_kernel(
     else:
         grad = tl.zeros([BV, BK], tl.float32)
     if AHEAD > 0:
-        sources, written = (q, k, channel_sums), (keys, end_keys, queries, sums)
+        of_group = key_head_offset(batch_head, T, H, KEY_HEADS, K)
+        sources = q + of_group, k + of_group, channel_sums + head_offset(batch_head, T, H, K)
+        written = keys, end_keys, queries, sums
         for step in range(AHEAD):
             ahead = end_chunk - 1 - step
             _write_ahead(ahead, first_chunk, sources, written, batch_head, scale, T, H, KEY_HEADS, K, BH, C, BK)
