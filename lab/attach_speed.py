@@ -235,10 +235,11 @@ class Measurement:
         """OLMo-Hybrid-7B's own widths, 30 heads of 96 × 192, with fewer layers and words."""
         from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 
-        sizes: dict[str, Any] = {"hidden_size": 60, "intermediate_size": 90} if self.tiny else {}
+        sizes: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        if self.tiny:
+            sizes |= {"hidden_size": 60, "intermediate_size": 90}
         pattern = ["linear_attention"] * 3 + ["full_attention"]
-        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        config = OlmoHybridConfig(vocab_size=_VOCABULARY, num_hidden_layers=4, layer_types=pattern, **tokens, **sizes)
+        config = OlmoHybridConfig(vocab_size=_VOCABULARY, num_hidden_layers=4, layer_types=pattern, **sizes)
         return OlmoHybridForCausalLM(config)
 
     def layer_of_fla(self) -> None:
