@@ -1,9 +1,10 @@
 """Question: what does an attached model of transformers pay for its sequence over ranks, beside one GPU and Ulysses?
 Command: torchrun --standalone --nproc-per-node 2 -m lab.attach_speed [linear mamba2 hybrid olmo operator] [--tiny]
     torchrun --standalone --nproc-per-node 2 -m lab.peers.tuned lab.attach_speed fla   # a process of its own
-Date: 2026-11-28, two H200s, transformers 5.17
-Answer: 0.97 and 0.985 of one GPU's tokens/s a GPU where all layers are linear, 0.86 by Ulysses: docs/attach.md. These
-    figures are of a longer script with the same models and loops, which also ran `verify` (results/attach_2xh200.txt).
+Date: 2026-11-28, two H200s, then two H100s, transformers 5.17
+Answer: 0.97 and 0.985 of one GPU's tokens/s a GPU where all layers are linear, 0.86 by Ulysses; OLMo-Hybrid with
+    documents 0.95: docs/attach.md. The H200s' figures are of a longer script with the same models and loops, which also
+    ran `verify` (results/attach_2xh200.txt).
 
 A sequence of 16,384 tokens a GPU over all ranks, and the same model attached to each rank alone with as many: equal
 work where layers are linear, and with packed documents of one GPU's tokens where some are softmax. Ulysses: an
@@ -234,10 +235,11 @@ class Measurement:
         """OLMo-Hybrid-7B's own widths, 30 heads of 96 × 192, with fewer layers and words."""
         from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 
-        sizes: dict[str, Any] = {"hidden_size": 60, "intermediate_size": 90} if self.tiny else {}
+        sizes: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        if self.tiny:
+            sizes |= {"hidden_size": 60, "intermediate_size": 90}
         pattern = ["linear_attention"] * 3 + ["full_attention"]
-        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        config = OlmoHybridConfig(vocab_size=_VOCABULARY, num_hidden_layers=4, layer_types=pattern, **tokens, **sizes)
+        config = OlmoHybridConfig(vocab_size=_VOCABULARY, num_hidden_layers=4, layer_types=pattern, **sizes)
         return OlmoHybridForCausalLM(config)
 
     def layer_of_fla(self) -> None:
