@@ -289,7 +289,8 @@ def _mix_backward(
         pending = (exchange.halo if chosen.state_is_halo else exchange.states).launch(request)
         next(call)
         dweights = [weight_grad(*aside)] if aside else []
-        grads = call.send(dense(_whole(pending) if chosen.reads_whole else pending.wait()))
+        incoming_grad = _whole(pending) if chosen.reads_whole else pending.wait()
+        grads = call.send(dense(incoming_grad))
         if not chosen.reads_whole:
             pending.finish()
         dcarry_in = pending.carry_out() if want_dcarry else transition.new_empty(0)
