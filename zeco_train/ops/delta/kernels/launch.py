@@ -353,8 +353,9 @@ class _DeltaKernelForward(ForwardBase):
     @cached_property
     def transition(self) -> Tensor:
         # A copy, since the segments' transitions are saved, too.
-        joined = self._transitions[0].clone()
-        for later in self._transitions[1:]:
+        first, *others = self._transitions.unbind()
+        joined = first.clone()
+        for later in others:
             joined = later @ joined
         return joined
 
