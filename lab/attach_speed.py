@@ -1,8 +1,10 @@
 """Question: what does an attached model of transformers pay for its sequence over ranks, beside one GPU and Ulysses?
-Command: torchrun --standalone --nproc-per-node 2 -m lab.attach_speed [linear mamba2 hybrid operator] [--tiny]
-Date: 2026-11-28, two H200s, transformers 5.17
-Answer: 0.97 and 0.985 of one GPU's tokens/s a GPU where all layers are linear, 0.86 by Ulysses: docs/attach.md. These
-    figures are of a longer script with the same models and loops, which also ran `verify` (results/attach_2xh200.txt).
+Command: torchrun --standalone --nproc-per-node 2 -m lab.attach_speed [linear mamba2 hybrid olmo operator] [--tiny]
+    torchrun --standalone --nproc-per-node 2 -m lab.peers.tuned lab.attach_speed fla   # a process of its own
+Date: 2026-11-28, two H200s, then two H100s, transformers 5.17
+Answer: 0.97 and 0.985 of one GPU's tokens/s a GPU where all layers are linear, 0.86 by Ulysses; OLMo-Hybrid with
+    documents 0.95: docs/attach.md. The H200s' figures are of a longer script with the same models and loops, which also
+    ran `verify` (results/attach_2xh200.txt).
 
 A sequence of 16,384 tokens a GPU over all ranks, and the same model attached to each rank alone with as many: equal
 work where layers are linear, and with packed documents of one GPU's tokens where some are softmax. Ulysses: an
@@ -13,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -33,7 +37,7 @@ from zeco_train.sp.backend_registry import SPConfig
 from zeco_train.sp.exchange import GroupExchange, local_exchange
 from zeco_train.system.command import Parser, docstring
 
-PHASES = ("linear", "mamba2", "hybrid", "operator")
+PHASES = ("linear", "mamba2", "hybrid", "olmo", "operator", "fla")
 _VOCABULARY = 32_000
 
 
@@ -96,6 +100,22 @@ def by_ulysses(name: str, operands: Sequence[Tensor], scale: float, whole: Seque
         for i, part in zip(indices, parts, strict=True):
             found[i] = (part if operands[i].dim() == 4 else part[..., 0]).contiguous()
     return _ByHeads.apply(mix_at(name, found, scale, whole, forward.StateInput())[0], True)
+
+
+class _OneLayer(nn.Module):
+    """A model of fla's layer alone, for inputs [B, t, D]."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs_embeds: Tensor) -> Tensor:
+        o: Tensor = self.layer(inputs_embeds)[0]
+        return o
+
+
+def _off(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).norm() / b.norm()
 
 
 class Measurement:
@@ -211,6 +231,81 @@ class Measurement:
         )  # fmt: skip
         return Mamba2ForCausalLM(config)
 
+    def olmo(self) -> nn.Module:
+        """OLMo-Hybrid-7B's own widths, 30 heads of 96 × 192, with fewer layers and words."""
+        from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
+
+        sizes: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        if self.tiny:
+            sizes |= {"hidden_size": 60, "intermediate_size": 90}
+        pattern = ["linear_attention"] * 3 + ["full_attention"]
+        config = OlmoHybridConfig(vocab_size=_VOCABULARY, num_hidden_layers=4, layer_types=pattern, **sizes)
+        return OlmoHybridForCausalLM(config)
+
+    def layer_of_fla(self) -> None:
+        """Print milliseconds of fla's KDA layer, forward and backward: attached, and by fla's context parallelism."""
+        from fla.layers import KimiDeltaAttention
+        from fla.ops.cp import build_cp_context
+
+        torch.manual_seed(0)
+        width, dim = (32, 8) if self.tiny else (2048, 128)
+        with self.device:
+            layer = KimiDeltaAttention(hidden_size=width, head_dim=dim, num_heads=width // dim)
+            layer = layer.to(torch.bfloat16).train()
+        model = _OneLayer(layer)
+        generator = torch.Generator(self.device).manual_seed(1)
+        shape = 2, 1, self.tokens * self.ranks, width
+        x, do = torch.randn(*shape, generator=generator, device=self.device, dtype=torch.bfloat16).unbind()
+        found: dict[str, list[Tensor]] = {}
+
+        def measure(title: str, part: dict[str, Any], own: Tensor) -> None:
+            part["inputs_embeds"] = part["inputs_embeds"].detach().clone().requires_grad_()
+            leaves = [part["inputs_embeds"], *model.parameters()]
+
+            def step() -> Tensor:
+                for leaf in leaves:
+                    leaf.grad = None
+                o: Tensor = model(**part)
+                o.backward(own)
+                return o
+
+            start = time.perf_counter()
+            o = step()
+            self._wait()
+            first = time.perf_counter() - start
+            grads = [leaf.grad.float() for leaf in leaves if leaf.grad is not None]
+            for grad in grads[1:]:
+                dist.all_reduce(grad)
+            found[title] = [o.detach().float(), *grads]
+            self.say(f"  {title}: {self.seconds(step, 20) * 1e3:.3f} ms; first {first:.1f} s")
+
+        attached = attach(model)
+        part = attached.shard({"inputs_embeds": x})
+        own = do.chunk(self.ranks, 1)[self.rank].contiguous()
+        measure("attached", part, own)
+        attached.detach()
+        sliced = {"inputs_embeds": part["inputs_embeds"]}
+        borders = torch.tensor([0, self.tokens * self.ranks])
+        context = build_cp_context(
+            cu_seqlens=borders.to(self.device), group=dist.group.WORLD, cu_seqlens_cpu=borders, conv1d_kernel_size=4
+        )
+        with ExitStack() as stack:
+            for module, name in (("fla.layers.kda", "chunk_kda"), ("fla.modules.causal_conv1d.ops", "causal_conv1d")):
+                place = importlib.import_module(module)
+                call = partial(getattr(place, name), cp_context=context)
+                stack.enter_context(mock.patch.object(place, name, call))
+            measure("fla's context parallelism", sliced, own)
+        attached = attach(model, self.alone)
+        measure("attached, each rank alone", attached.shard({"inputs_embeds": part["inputs_embeds"]}), own)
+        attached.detach()
+        # Alone is a control: without the other ranks' tokens.
+        for title in ("fla's context parallelism", "attached, each rank alone"):
+            errors = [_off(a, b) for a, b in zip(found[title], found["attached"], strict=True)]
+            worst = torch.tensor([errors[0], errors[1], max(errors[2:])], device=self.device)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            of = ", ".join(f"{name} {x:.1e}" for name, x in zip(("o", "dx", "weights"), worst.tolist(), strict=True))
+            self.say(f"  {title}: off from the attached layer by {of}")
+
     def operators(self) -> None:
         """Print milliseconds of an operator's forward and backward pass, launched: bound by the host where short."""
         exchange = GroupExchange(SPConfig(), None, timedelta(minutes=5)).exchange
@@ -260,12 +355,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("phases", nargs="*", choices=[[], *PHASES])
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
-    # transformers computes in PyTorch where nothing is attached
-    sys.modules |= dict.fromkeys(("fla", "causal_conv1d", "mamba_ssm", "kernels"))  # type: ignore[arg-type]
+    if "fla" not in options.phases:
+        # transformers computes in PyTorch where nothing is attached
+        sys.modules |= dict.fromkeys(("fla", "causal_conv1d", "mamba_ssm", "kernels"))  # type: ignore[arg-type]
     of = Measurement(tiny=options.tiny)
     mixed = ["linear_attention"] * 3 + ["full_attention"]
     borders = [of.tokens * rank for rank in range(of.ranks + 1)]
-    for phase in options.phases or PHASES:
+    for phase in options.phases or PHASES[:-1]:
         match phase:
             case "linear":
                 of.compare("Qwen3.5-like, all layers linear", lambda: of.qwen(mixed[:1]))
@@ -273,6 +369,10 @@ def main(arguments: Sequence[str]) -> int:
                 of.compare("Mamba-2", of.mamba2)
             case "hybrid":
                 of.compare("Qwen3.5-like, 3 of 4 layers linear", lambda: of.qwen(mixed), borders)
+            case "olmo":
+                of.compare("OLMo-Hybrid, 3 of 4 layers linear", of.olmo, borders)
+            case "fla":
+                of.layer_of_fla()
             case _:
                 of.operators()
     dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """Question: what do LASP-1's tables that need GPUs give here: strategies, kernel fusion and state cache, lengths?
 Command: python -m lab.lasp1 losses|ablation|longest|memory [--ranks N] [--out FOLDER] [KEY=VALUE …]
-Date: 2026-11-27, the commands only, tiny models on 2 CPU ranks; no GPU yet
-Answer: open.
+Date: 2026-11-28, `losses` with 20 steps of 2,048 tokens on 2 × H100; the others tiny, on 2 CPU ranks
+Answer: all strategies have one loss, with LASP-1 and without, but for one in the sixth digit; docs/papers.md. The
+    others: open.
 
     losses     Table 2: the last loss of every strategy, with whole sequences on each rank and with LASP-1's ring, of
                Lightning Attention (the paper's TNL) and plain linear attention; one global batch for all

@@ -64,8 +64,9 @@ LIMITS: dict[tuple[str, str], dict[str, float]] = {
     ("short_conv", "bf16"): {"default": 1e-2},
     ("short_conv", "fp32"): {"default": 1e-4},
 }
-# The share of q ⊙ dq that the error of dg is relative to, where dg is less: scalar decays take the difference of two
-# sums that bf16 products have rounded, delta rules multiply by transitions that are I less such a sum; gla avoids it.
+# The share of q ⊙ dq (scalar decays: of k ⊙ dk too) that the error of dg is relative to, where dg is less: scalar
+# decays take the difference of two sums that bf16 products have rounded, delta rules multiply by transitions that are I
+# less such a sum; gla avoids it.
 CANCELLING = {"scalar_decay": 0.1, "gated_delta": 0.1, "kda": 0.1}
 # An element's size below which its error is not relative: all inputs are of size 1, and what decays have erased is not.
 FLOOR = 1e-3
@@ -462,9 +463,11 @@ def sizes_of(case: Case, values: dict[str, Tensor], expected: dict[str, Tensor])
     """What the error of each result is relative to: its norm, or where numbers cancel a part of theirs."""
     sizes = {name: max(x.norm().item(), FLOOR * math.sqrt(x.numel())) for name, x in expected.items()}
     if "dg" in expected:
-        # What GLA calls q and dq, with the heads of dg.
-        q, dq = (values["do"], expected["o"]) if case.operator == "gsa" else (values["q"], expected["dq"])
-        cancels = (_like(q, expected["dg"]).double() * _like(dq, expected["dg"])).norm().item()
+        # What GLA calls q and dq, with the heads of dg; one token's k ⊙ dk is what a carry's gradient adds to it.
+        pairs = [(values["do"], expected["o"])] if case.operator == "gsa" else [(values["q"], expected["dq"])]
+        if case.operator == "scalar_decay":
+            pairs.append((values["k"], expected["dk"]))
+        cancels = max((_like(x, expected["dg"]).double() * _like(dx, expected["dg"])).norm().item() for x, dx in pairs)
         sizes["dg"] = max(sizes["dg"], CANCELLING.get(case.operator, 1e-2) * cancels)
     if case.operator in DELTA:
         # transitions are I less a sum of products: what remains of a state is as exact as the state was

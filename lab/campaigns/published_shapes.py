@@ -1,6 +1,6 @@
 """Question: how fast, and how exact, are the operators' kernels at shapes that others published?
-Command: python -m lab.campaigns.published_shapes FOLDER [--only TEXT] [--tokens 16384] [--peer fla] [--no-variations]
-    [--bytes]
+Command: python -m lab.campaigns.published_shapes FOLDER [--only TEXT,TEXT] [--tokens 16384] [--peer fla]
+    [--no-variations] [--bytes]
 Date: 27 November 2026, H100; 28 November, the whole table on an H200
 Answer: docs/benchmarks.md has the newest table. Each row: forward + backward in a CUDA graph (median, p10, p90),
     launched one by one, and by a peer's function (fla's are given q and k expanded in the call where heads share
@@ -276,7 +276,7 @@ def measure(shape: Shape, arguments: argparse.Namespace, known: set[int]) -> dic
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", default="", help="shapes with this in their line")
+    parser.add_argument("--only", default="", help="shapes with one of these, between commas, in their line")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--peer", choices=["fla", "flash_qla"], help="its functions, too, which tune for minutes")
     parser.add_argument("--no-variations", action="store_true")
@@ -287,7 +287,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.tokens % 64:
         parser.error(f"--tokens={arguments.tokens}: a multiple of 64, for 64 documents of equal length")
-    shapes = [shape for shape in SHAPES if arguments.only in str(shape)]
+    shapes = [shape for shape in SHAPES if any(text in str(shape) for text in arguments.only.split(","))]
     if arguments.check is not None:
         print(json.dumps(check(SHAPES[arguments.check], arguments.tokens)))
         return 0

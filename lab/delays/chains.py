@@ -5,7 +5,9 @@ comes, as on as many GPUs. So T = α₀ + (P − 1)α + βS, and two lengths hav
 microsecond that a GPU takes for another stream. Every hop crosses the link between the GPUs.
 
 The kernel is that of All-Scan `chain` with its protocol. A kernel waits for ranks before it only, so the kernels of a
-GPU would end even if they ran one after the other; they are small enough to run at once.
+GPU would end even if they ran one after the other; they are small enough to run at once. Those of `two_shot` wait for
+one another, and must. Every kernel is loaded first, since loading one may wait for those that run. Kernels that share
+multiprocessors slow each other down: with matrices, 64 CTAs each, a hop of two ranks a GPU is one, of four it is not.
 """
 
 from __future__ import annotations
@@ -65,6 +67,18 @@ class TwoGpuChain:
             self._arenas.append(arena)
             seconds = mesh.timeout.total_seconds()
             self._arguments.append(cut.arguments(arena, position, ranks, seconds, has_carry=False, want_carry=False))
+        self._load()
+        dist.barrier(group)
+
+    def _load(self) -> None:
+        # Every rank's kernel, by a launch in an arena that failed: it waits for nothing and writes to no other rank.
+        for index, arena in enumerate(self._arenas):
+            arena.failure.fill_(1)
+            self._launch(index)
+            arena.failure.zero_()
+            arena.control.zero_()
+        if self._streams:
+            torch.cuda.synchronize(self._state.device)
 
     def run(self) -> Tensor:
         """What this GPU's last rank receives, [B, H, K, V]; valid until the next call."""

@@ -9,8 +9,12 @@ Answer: docs/papers.md, the rows that are marked as computed.
 from __future__ import annotations
 
 from lab.paper import ours
+from zeco_train.bench.config import LongestConfig
+from zeco_train.bench.longest import planned_tokens
 from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
+from zeco_train.distributed.config import Strategy
+from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.attention.method import AttentionLoad
 from zeco_train.sp.attention.method_registry import METHODS
 
@@ -74,3 +78,28 @@ def traffic_of_scans() -> str:
     state = 16 * 64 * 128 * 4
     seconds = 6 * state / ours.gla_1b("h100", 8, 16_384, ours.ALPHA).machine.bandwidth
     return f"{6 * state / 1e6:.2f} MB, {1e6 * seconds:.1f} µs"
+
+
+def _longest(ranks: int, strategy: Strategy, every: int | None = None) -> str:
+    # Tokens without and with recomputation.
+    config = LongestConfig(model="lightning_1b", ranks=ranks, variants=["lasp1" if ranks > 1 else "dp"])
+    found = []
+    for recompute in (Recompute.none, Recompute.full):
+        run = config.load_trial(config.trial_overrides(every, strategy, recompute, config.variants[0]))
+        found.append(f"{planned_tokens(config, run, 'h100') or 0:,}")
+    return ", ".join(found)
+
+
+def longest_by_ddp() -> str:
+    """The planner's longest sequences of lightning_1b on H100s of 80 GB with DDP, by LASP-1 on two."""
+    return f"{_longest(1, Strategy.ddp)} (1 GPU); {_longest(2, Strategy.ddp)} (2 GPUs, LASP-1)"
+
+
+def longest_by_zero3() -> str:
+    """The same with ZeRO-3, which is FSDP."""
+    return f"{_longest(1, Strategy.zero3)} (1 GPU); {_longest(2, Strategy.zero3)} (2 GPUs, LASP-1)"
+
+
+def longest_of_hybrids() -> str:
+    """The same with DDP, of the model with softmax attention in one layer of four."""
+    return f"{_longest(1, Strategy.ddp, 4)} (1 GPU); {_longest(2, Strategy.ddp, 4)} (2 GPUs, LASP-1)"

@@ -1,7 +1,7 @@
 """Question: how many tokens can keys and values be gathered of, until memory ends? (ZeCO, Figure 3: 128 GPUs run out)
 Command: torchrun --nproc-per-node 2 -m lab.paper.gather_end [GB] > FILE
-Date: not run on GPUs yet; on CPUs with a limit in place of the memory
-Answer: computed by the planner's formula in docs/papers.md (`lab/paper/formulas.py:gather_of_keys`).
+Date: 2026-11-28, 2 × H100 (80 GB)
+Answer: 1,261,568 tokens, as on 154 GPUs; the planner's formula says 148 of 80 GB. docs/papers.md.
 
 The paper's 8,192 tokens a GPU on P GPUs are 8,192 P tokens on each of them after the gather, on however few GPUs. So
 each rank has tokens / ranks, 32 heads of 128 in bf16, gathers keys and values as `sp.attention=all_gather` does, and

@@ -1,15 +1,16 @@
 """Question: how well, and how fast, do the modules of LASP-2's Tables 2 and 3 learn after equal steps?
 Command: python -m lab.paper.losses modules|unmasked [--size llama3_1b] [--steps N] [--out FILE]
-Date: 2026-11-27, two seeds; models of 0.9M parameters on 2 CPU ranks, which others used, too
-Answer: lab/results/paper_modules_2cpu.json and paper_unmasked_2cpu.json, docs/papers.md. So few steps of such models
-    say that all rows train; they do not order the modules.
+Date: 2026-11-27, two seeds; models of 0.9M parameters on 2 CPU ranks, which others used, too; 2026-11-28, one H100,
+    five rows of Llama3-1B's shape
+Answer: lab/results/paper_modules_2cpu.json, paper_unmasked_2cpu.json and paper_modules_llama3_1b_1xh100.json,
+    docs/papers.md. So few steps say that all rows train; they do not order the modules.
 
 `modules`   softmax attention with Ring, then six modules, pure and with softmax in one layer of four, by LASP-2; Based
             with a sliding window in every second layer
 `unmasked`  models of masked tokens: softmax attention with Ring, and basic linear attention by LASP-2
 
-`tiny` is two ranks on CPUs. `llama3_1b` is the shape of LASP-2's Linear-Llama3-1B, 16 layers of width 2,048 with 16
-heads, on the GPUs of this machine (at least 2), in bf16. Rows that are in FILE already are not measured again.
+`tiny` is on CPUs. `llama3_1b` is the shape of LASP-2's Linear-Llama3-1B, 16 layers of width 2,048 with 16 heads, on
+GPUs, in bf16; on one rank each, rows may be measured at once. Rows that are in FILE already are not measured again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lab import forked_ranks
 from lab.paper import store
@@ -46,12 +45,12 @@ SIZES = {
     "tiny": "data.seq_len=256 data.global_batch=4 optim.lr=2e-3 parallel=ddp train.device=cpu",
     "llama3_1b": """
         model.hidden_size=2048 model.num_layers=16 model.num_heads=16 model.intermediate_size=8192 parallel=zero2
-        data.seq_len=16384 data.global_batch=2 optim.lr=3e-4 train.dtype=bf16
+        data.seq_len=16384 data.global_batch=1 optim.lr=3e-4 train.dtype=bf16 train.eval_sequences=8
     """,
 }
 SHARED = """
     sp=lasp2 data=embedded sched=constant sched.warmup_steps=10 train.log_every=1 train.eval_every=0
-    train.eval_sequences=32 checkpoint.every=0 name=row
+    train.eval_sequences=32 checkpoint.every=0 checkpoint.final=false name=row
 """
 # Of a run, at most.
 SECONDS = 1_800.0
@@ -125,15 +124,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("table", choices=("modules", "unmasked"))
     parser.add_argument("--size", choices=[*SIZES], default="tiny")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--minutes", type=float, default=60.0, help="no further row is begun after these")
     parser.add_argument("--only", nargs="+", metavar="MODULE", help="default: all")
     parser.add_argument("--out", type=Path, help="default: in lab/results, named by table, size and machine")
     options = parser.parse_args(arguments)
-    ranks = 2 if options.size == "tiny" else torch.cuda.device_count()
-    if ranks < 2:
-        parser.error(f"--size {options.size}: needs at least 2 GPUs, for Ring")
+    ranks = options.ranks
     machine = f"{ranks} CPU ranks" if options.size == "tiny" else store.machine_of(ranks)
     out = options.out or result_file(options.table, options.size, machine)
     stored = json.loads(out.read_text()) if out.exists() else {"rows": []}
@@ -143,13 +141,15 @@ def main(arguments: Sequence[str]) -> int:
     measured = stored["rows"]
     deadline = time.monotonic() + 60 * options.minutes
     for seed, row in itertools.product(options.seeds, rows(options.table)):
-        about = {"module": row.module, "layers": row.layers, "seed": seed}
+        about = {"module": row.module, "layers": row.layers, "seed": seed, "ranks": ranks}
         wanted = options.only is None or row.module in options.only
-        if not wanted or any(about.items() <= each.items() for each in measured) or time.monotonic() > deadline:
+        is_there = any(about.items() <= ({"ranks": 2} | each).items() for each in measured)
+        if not wanted or is_there or time.monotonic() > deadline:
             continue
         measured.append(about | measure(row, options.size, seed, options.steps, ranks))
         print(measured[-1], flush=True)
-        command = f"python -m lab.paper.losses {options.table} --size {options.size} --steps {options.steps}"
+        command = f"python -m lab.paper.losses {options.table} --size {options.size} --ranks {ranks}"
+        command += f" --steps {options.steps}"
         store.write(out, command, machine, measured, **facts)
     return 0
 

@@ -34,7 +34,7 @@ Written by `python -m lab.paper.page` from `lab/paper/tables.toml` and the store
 compares.
 """
 # Of the rows that a column tells apart.
-UNITS = {"ranks": "ranks", "size": "MiB", "size_mb": "MiB"}
+UNITS = {"ranks": "ranks", "size": "MiB", "size_mb": "MiB", "module": ""}
 HEADINGS = ["what", "the paper", "here", "how"]
 
 
@@ -101,6 +101,8 @@ def _ours(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
     if "over" not in value:
         return own
     other = _only(rows, {**where, **value["over"]})[column]
+    if value.get("pair"):
+        return f"{found:.5f} / {other:.5f}"
     if value.get("speed"):
         # Of times, beside a paper's ratio of speeds.
         return f"{other / found:.3f} times the speed ({own}; {number(other)})"
@@ -118,8 +120,8 @@ def _series(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
         others = {row[across]: row[column] for row in _those(rows, {**where, **value["over"]})}
         found = {key: one / others[key] for key, one in found.items()}
     texts = (number(one / value.get("per", 1)) for one in found.values())
-    places = ", ".join(f"{place:g}" for place in found)
-    return f"{', '.join(texts)} {value['unit']}".strip() + f" ({places} {UNITS[across]})"
+    places = ", ".join(str(place) if isinstance(place, str) else f"{place:g}" for place in found)
+    return f"{', '.join(texts)} {value['unit']}".strip() + f" ({places} {UNITS[across]}".rstrip() + ")"
 
 
 def _those(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeco_train.system.environment import installation
+from zeco_train.system.environment import installation, query_gpus
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -41,10 +41,11 @@ def write(path: Path, command: str, machine: str, rows: Sequence[Mapping[str, An
 
 
 def machine_of(ranks: int) -> str:
-    """Of this process's ranks: "2 × H200", or "2 CPU ranks"."""
-    if not torch.cuda.is_available():
+    """Of this process's ranks: "2 × H200", or "2 CPU ranks"; torch would initialise CUDA, after which nothing forks."""
+    names = query_gpus(["name"])
+    if not names:
         return f"{ranks} CPU rank{'s' if ranks > 1 else ''}"
-    return f"{ranks} × {torch.cuda.get_device_name().removeprefix('NVIDIA ')}"
+    return f"{ranks} × {names[0]['name'].removeprefix('NVIDIA ')}"
 
 
 def in_names(machine: str) -> str:

@@ -35,13 +35,18 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
     assert [float(part["num_items_in_batch"]) for part in parts] == [float(own) / 2] * 2
 
     rows = [{"input_ids": torch.full((8,), number), "labels": torch.full((8,), number)} for number in range(16)]
-    arguments = TrainingArguments("out", use_cpu=True, per_device_train_batch_size=2, report_to=[], seed=3)
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    arguments = TrainingArguments("out", use_cpu=True, report_to=[], seed=3, **sizes)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     prepare_trainer(trainer, attached)
     with pytest.raises(AttachError, match=r"^prediction_loss_only"):
         trainer.predict(rows)
     with pytest.raises(AttachError, match=r"^labels"):
         trainer.evaluate([{"input_ids": row["input_ids"]} for row in rows])
+    # Of the last step two sequences are left, as many as a replica has.
+    with attached.off(), torch.no_grad():
+        wanted = model(**{name: torch.stack([row[name] for row in rows[:6]]) for name in rows[0]}).loss
+    assert trainer.evaluate(rows[:6])["eval_loss"] == pytest.approx(float(wanted), rel=1e-6)
     found = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
     assert {tuple(ids.shape) for ids in found} == {(2, 4)}
     everyone: list[Any] = [None] * size

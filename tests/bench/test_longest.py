@@ -114,7 +114,7 @@ def test_setting_that_has_no_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.M
             raise ConfigError("a", 1, "not planned")
         return None
 
-    monkeypatch.setattr(longest, "_planned", refuse)
+    monkeypatch.setattr(longest, "planned_tokens", refuse)
     _fake(monkeypatch, lambda run: run["tokens"] <= 4096)
     outcome = run_here(command.main, "longest", *TINY, "device=cpu", "recompute=[none,full]", f"out={tmp_path}")
     assert outcome.code == 0, outcome

@@ -304,16 +304,21 @@ def compare(
         dist.all_reduce(found)
     assert [*model.state_dict()] == names
     attached.detach()
+    return errors_of(model, float(found), alone, wanted)
+
+
+def errors_of(model: nn.Module, loss: float, alone: nn.Module, wanted: float) -> Errors:
+    """Of the loss and the gradients of a model beside those of one on one device, which has no other gradients."""
     grads = {name: x.grad for name, x in alone.named_parameters() if x.grad is not None}
     largest = max(float(grad.norm()) for grad in grads.values())
     errors = {}
     for name, x in model.named_parameters():
         if x.grad is not None:
             grad = grads.get(name, torch.zeros_like(x))
-            errors[name] = float((x.grad - grad).norm()) / max(float(grad.norm()), 1e-3 * largest)
+            errors[name] = float((x.grad.to(grad) - grad).norm()) / max(float(grad.norm()), 1e-3 * largest)
     assert errors.keys() >= grads.keys(), f"no gradient: {sorted(grads.keys() - errors.keys())}"
     worst = max(errors, key=lambda name: errors[name])
-    return Errors(abs(float(found) - wanted) / abs(wanted), errors[worst], worst)
+    return Errors(abs(loss - wanted) / abs(wanted), errors[worst], worst)
 
 
 def run_alone(model: Any, batch: Mapping[str, Tensor], documents: Sequence[Sequence[int]] | None) -> float:

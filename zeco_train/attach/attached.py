@@ -110,7 +110,8 @@ class Attached:
         self._check()
         self._over = GroupExchange(SPConfig(attention=attention), group, timeout, halo=True)
         self.group, self.rank, self.size = self._over.group, self._over.rank, self._over.size
-        self._check_parameters()
+        parameters = {n: (tuple(x.shape), _checksum(x)) for n, x in self.model.named_parameters()}
+        self._compare(parameters, "load the same on all")
         self._undo: list[Callable[[], None]] = []
         self._is_random = any(random_settings(module) for module in model.modules())
         # Of configurations, as they were, and those of an attached model while it is off.
@@ -211,11 +212,6 @@ class Attached:
         if self.layers["softmax"] and "position_ids" not in self._parameters:
             raise AttachError(f"{type(self._root).__name__}: takes no position_ids, so positions would be a rank's own")
 
-    def _check_parameters(self) -> None:
-        self._compare(
-            {n: (tuple(x.shape), _checksum(x)) for n, x in self.model.named_parameters()}, "load the same on all"
-        )
-
     # Refuses the first name whose value differs between ranks; returns every rank's `own`.
     def _compare(self, mine: dict[str, Any], remedy: str, own: int | None = None) -> list[int | None]:
         everyone: list[Any] = [None] * self.size
@@ -307,7 +303,8 @@ class Attached:
         self._wrap_checkpoints(module)
         state = _draw_apart(tokens, self.rank) if module.training and self._is_random else None
         labels = {name: kwargs.get(name) for name in ("shift_labels", "num_items_in_batch")}
-        push(Frame(Pass(position, self._over, positions, labels, mask, state)))
+        push(Frame(of := Pass(position, self._over, positions, labels, mask, state)))
+        of.position_on(tokens, self._over.exchange)
         return args, kwargs
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:

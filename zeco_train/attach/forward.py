@@ -47,11 +47,14 @@ class Pass:
 
     def position_on(self, x: Tensor, exchange: Exchange) -> SequencePosition:
         """The position over an exchange on the device of x [B, T, …]; copied there once for all layers."""
-        key = x.device, id(exchange)
-        if key not in self._on_devices:
-            known = next((found for (device, _), found in self._on_devices.items() if device == x.device), None)
-            self._on_devices[key] = (known or self.position).over(exchange).on(x)
+        if (key := (x.device, id(exchange))) not in self._on_devices:
+            self._place(x, exchange)
         return self._on_devices[key]
+
+    @torch.compiler.disable  # it would be compiled again for other lengths and documents
+    def _place(self, x: Tensor, exchange: Exchange) -> None:
+        known = next((found for (device, _), found in self._on_devices.items() if device == x.device), None)
+        self._on_devices[x.device, id(exchange)] = (known or self.position).over(exchange).on(x)
 
     def positions_of(self, x: Tensor) -> Tensor:
         """`positions` on the device of x."""

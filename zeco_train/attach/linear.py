@@ -75,10 +75,6 @@ def causal_conv1d_fn(
     return act(convolution(frame, x, weight, bias)).to(hidden_states.dtype).transpose(1, 2)
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
 def delta_rule(
     frame: Frame,
     query: Tensor,
@@ -93,8 +89,9 @@ def delta_rule(
     """q, k [B, T, G, K], v [B, T, H, V], g [B, T, H] or [B, T, H, K] or None, beta [B, T, H] → o as v."""
     dtype = accumulation_dtype(value.dtype)
     if unit_norm:
-        # As both libraries: in fp32, whatever the tokens' dtype.
-        query, key = (_unit(x.to(dtype)) for x in (query, key))
+        # Of norm K^1/2, each by one kernel; strengths of beta/K make up for that in o, and in all gradients.
+        query, key = (F.rms_norm(x, x.shape[-1:], eps=1e-6 / x.shape[-1]) for x in (query, key))
+        beta = beta.to(dtype) / key.shape[-1]
     query, key = (x.to(value.dtype) for x in (query, key))
     operands = query, key, value, *(() if g is None else (g.to(dtype),)), beta.to(dtype)
     operator = "delta" if g is None else "kda" if g.dim() == 4 else "gated_delta"
@@ -189,7 +186,7 @@ def fla_delta_rule(
         strength = strength.sigmoid() * (2 if allow_neg_eigval else 1)
     if g is not None and use_gate_in_kernel:
         per_head = (-1, g.shape[-1]) if g.dim() == 4 else (-1,)
-        g = g.to(dtype) if dt_bias is None else g.to(dtype) + dt_bias.to(dtype).view(per_head)
+        g = g.to(dtype) if dt_bias is None else g + dt_bias.to(dtype).view(per_head)
         rate = 1.0 if A_log is None else A_log.to(dtype).exp().view(*per_head[:1], *(1,) * (g.dim() - 3))
         g = -rate * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
     return delta_rule(frame, q, k, v, g, strength, unit_norm=use_qk_l2norm_in_kernel, scale=scale), None

@@ -39,6 +39,7 @@ def _frame(module: Any) -> Frame:
     return frame
 
 
+@torch.compiler.disable
 def attention(
     module: Any,
     query: Tensor,
@@ -74,8 +75,7 @@ def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, w
     width, values = q.shape[-1], v.shape[-1]
     # Kernels want one width: zeros in keys and queries change no score, zeros in values are cut off.
     scale = width**-0.5 if scale is None else scale
-    wide = max(width, values)
-    q, k, v = (F.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (F.pad(x, (0, max(width, values) - x.shape[-1])) for x in (q, k, v))
     tokens = max(frame.of.position.seq_len // frame.of.over.size, 1)
     exchange = frame.of.over.for_softmax(q, k, window, tokens)
     position = frame.of.position_on(q, exchange)
@@ -84,13 +84,13 @@ def attend(frame: Frame, q: Tensor, k: Tensor, v: Tensor, scale: float | None, w
     over = 1 if exchange.attention is None else exchange.attention.heads_over
     if over > 1 and not k.shape[2] % over:
         return attend_at(q, k, v.to(q.dtype), scale, position, (StateInput(), StateInput()), window)[0][..., :values]
-    inputs = frame.next_state(), frame.next_state()
-    o, states = attend_at(q, k, v.to(q.dtype), scale, position, inputs, window)
+    o, states = attend_at(q, k, v.to(q.dtype), scale, position, (frame.next_state(), frame.next_state()), window)
     for state in states:
         frame.received(state)
     return o[..., :values]
 
 
+@torch.compiler.disable
 def window_of_mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
     """Transformers' mask function: [1, 1, 1, 1] int64 on the CPU, keys that a query reads at most; 0: no limit."""
     if attention_mask is not None:

@@ -103,8 +103,10 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
         loss, *others = predict(model, inputs, prediction_loss_only, **kwargs)
         if loss is None:
             raise AttachError("labels: missing in the data for evaluation, which gives a loss only")
-        # Of the last batch Trainer takes as many ranks' losses as it has sequences.
         dist.all_reduce(loss, group=attached.group)
+        # Of the last losses that it gathers, Trainer takes one for each sequence that is left, not one of each rank.
+        if (loader := accelerator.gradient_state.active_dataloader).end_of_dataloader:
+            loader.remainder *= attached.size
         return loss / attached.size, *others
 
     trainer.prediction_step = prediction_step

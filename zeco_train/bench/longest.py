@@ -150,7 +150,7 @@ def run(config: LongestConfig, session: Session, report: Report) -> None:
         try:
             overrides = config.trial_overrides(*setting)
             trials = Trials(config, config.load_trial(overrides), overrides, device)
-            planned = _planned(config, trials.run, gpu)
+            planned = planned_tokens(config, trials.run, gpu)
         except ConfigError as error:
             report.add([{**row, "model": config.model, "note": f"refused: {error}"}])
             continue
@@ -182,8 +182,8 @@ def _search(trials: Trials, planned: int | None) -> Row:
     return row | last | {"tokens": found or None, "ratio": found / planned if planned else None, "trials": trials.count}
 
 
-def _planned(config: LongestConfig, run: Config, name: str) -> int | None:
-    # None on CPUs, where the limit is not what the plan counts, and on GPUs that it does not know.
+def planned_tokens(config: LongestConfig, run: Config, name: str) -> int | None:
+    """The plan's, on GPUs of this name; None on CPUs, where the limit is another, and on GPUs that it does not know."""
     gpu = next((each for each in Gpu if each.value in name.lower()), None)
     if gpu is None:
         return None

@@ -11,6 +11,7 @@ bytes received.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from importlib import import_module
@@ -38,6 +39,9 @@ from zeco_train.ops.seam import LaunchedScan, ScanRequest, is_matrix
 
 # Kinds of waits in a kernel's failure word; the codes are defined in `kernels/all_scan/`.
 WAITED_FOR = {1: "a peer's slice", 2: "an owner's result", 3: "the state", 4: "a credit", 5: "carry_out"}
+
+# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent.
+_MOST_SHARED = 9, 100
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +90,9 @@ class _Launch:
             return
         compiled = self._kernel[self._grid](*tensors, *self._fixed, num_warps=self._num_warps)
         if aligned and not INTERPRETED:
+            # A multiprocessor divides its memory into L1 and shared memory in one way at a time: a kernel that takes no
+            # shared memory, and prefers L1, keeps those that take much from starting beside it.
+            ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(compiled.function), *_MOST_SHARED)
             self._compiled = compiled[self._grid]
 
 

@@ -32,7 +32,7 @@ from zeco_train.ops.layer_states import StateInput, StateOutput
 from zeco_train.ops.linear import Aside, linear, weight_grad
 from zeco_train.ops.operator import Kind, Operator, Target
 from zeco_train.ops.operator_registry import OPERATORS
-from zeco_train.ops.passes import BackwardPass, ForwardPass, Passes, keeps_states
+from zeco_train.ops.passes import BackwardBase, BackwardPass, ForwardBase, ForwardPass, Passes, keeps_states
 from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
@@ -152,6 +152,7 @@ def _mix(
     wanted = want_carry or chosen.reads_whole
     passed, sends = _passes_through(exchange, carry_in, want_carry), wanted or not exchange.is_last
     like, is_first_pass = operands[chosen.output], incoming_state is None
+    from_zero = is_first_pass and exchange.is_first and carry_in is None
 
     def steps() -> Steps:
         chosen.check(operands, doc_ids)
@@ -161,6 +162,8 @@ def _mix(
         state = local.state if is_read else _unread(chosen.state_shape(operands), like)
         passed_on = local.transition if passed or not is_lazy else _unread(chosen.transition_shape(operands), like)
         yield state, passed_on, is_read
+        if isinstance(local, ForwardBase):
+            local.from_zero = from_zero
         local.overlap()
         o = local.outputs((yield))
         # Contiguous, as `_mix_shapes` promises the compiler.
@@ -168,7 +171,8 @@ def _mix(
 
     # Triton and streams use the current device.
     with torch.cuda.device_of(like), _without_autocast(like):
-        form = "forward", chosen, scale, passed, sends, is_first_pass
+        given = carry_in if is_first_pass else incoming_state
+        form = "forward", chosen, scale, passed, sends, is_first_pass, from_zero, _is_aligned(given)
         call = _call(form, *operands, doc_ids, steps=steps)
         state, transition, is_read = next(call)
         pending = None
@@ -192,6 +196,11 @@ def _mix(
             # Over one rank a scan returns carry_in itself, and the output of a custom op must not alias an input.
             received = received.clone() if received is carry_in else received
         return o, received, carry_out, transition, saved, beside
+
+
+# As Triton assumes of what it has compiled for; a state that is sent into a call is not among its tensors.
+def _is_aligned(x: Tensor | None) -> bool:
+    return x is None or x.data_ptr() % 16 == 0
 
 
 # The steps of a pass (`zeco_train.kernels.replay`), as they are or replayed.
@@ -259,18 +268,20 @@ def _mix_backward(
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     wanted = want_dcarry or chosen.reads_whole
-    sends = wanted or not exchange.is_first
+    sends, from_zero = wanted or not exchange.is_first, exchange.is_last and dcarry_out is None
 
     def steps() -> Steps:
         chosen.check(operands, doc_ids, do)
         local = _passes(chosen, operands, doc_ids).backward(operands, do, saved, incoming_state, scale, doc_ids)
         is_read = sends or not _is_lazy(chosen, local)
         yield local.state_grad if is_read else _unread(chosen.state_shape(operands), do), is_read
+        if isinstance(local, BackwardBase):
+            local.from_zero = from_zero
         local.overlap()
         yield [grad.contiguous() for grad in local.operand_grads((yield))]
 
     with torch.cuda.device_of(do), _without_autocast(do):
-        form = "backward", chosen, scale, sends
+        form = "backward", chosen, scale, sends, from_zero, _is_aligned(dcarry_out)
         call = _call(form, *operands, do, *saved, incoming_state, doc_ids, steps=steps)
         grad, is_read = next(call)
         carry = dcarry_out if is_read or not exchange.is_last or dcarry_out is not None else grad

@@ -68,6 +68,7 @@ class ForwardBase:
 
     saved = cast(tuple[Tensor, ...], ())
     lazy = False
+    from_zero = False  # R is known to be 0
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         """Compute `state` and `transition`."""
@@ -91,6 +92,7 @@ class BackwardBase:
     # K before q and k were padded; their gradients may have that width.
     unpadded = cast("int | None", None)
     lazy = False
+    from_zero = False  # D_in is known to be 0
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         """Compute `state_grad`."""

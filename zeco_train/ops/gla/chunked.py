@@ -137,12 +137,11 @@ class _GlaForward(ForwardBase):
     def outputs(self, incoming_state: Tensor) -> Tensor:
         # o_i = scale · (q_i ⊙ decay through i in its chunk)ᵀ S[n] + Σ_j A_ij v_j, with the true S[n].
         check_state(incoming_state, "incoming_state", self.state.shape)
-        chunk_states = self._states
-        states = chunk_states.boundaries.take_corrected(incoming_state)
+        states = self._states.boundaries.take_corrected(incoming_state)
         if keeps_states():
             self.saved = (states,)
-        queries = chunk_states.decays.from_start * to_chunks(self._q, states.dtype)
-        o = torch.bmm(matrices(self._scores), chunk_states.values)
+        queries = self._states.decays.from_start * to_chunks(self._q, states.dtype)
+        o = torch.bmm(matrices(self._scores), self._states.values)
         o.baddbmm_(matrices(queries), matrices(states[:-1]), alpha=self.scale)
         return to_tokens(o.view(*self._scores.shape[:-1], -1), self._v.shape[1], self._v.dtype)
 

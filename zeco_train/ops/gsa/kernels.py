@@ -34,7 +34,7 @@ def outputs_kernel(
     s,  # [B, T, H, K]
     slots,  # [B, T, H, K]: k* of `operands_kernel` for the keys s, as the next two
     b,  # [B, T, H, K] fp32, sums of g inside chunks
-    plain,  # [N, B, H] int32
+    kinds,  # [N, B, H] int32
     doc_ids,  # [T] int32, read with DOCUMENTS
     states,  # [N, B, H, V, K]: X of the walk
     o,  # [B, T, H, K], written
@@ -74,7 +74,8 @@ def outputs_kernel(
         pairs = tl.dot(queries, tl.trans(keys), pairs, input_precision=PRECISION)
     pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     sums = load_tile(b, start, T, H, K, first_key, C, BK)
-    if tl.load(plain + index) != 0:
+    kind = tl.load(kinds + index)
+    if kind > 0:
         own = load_tile(slots, start, T, H, K, first_key, C, BK)
         seen = tl.dot(pairs.to(own.dtype), own, seen, input_precision=PRECISION)
         middle = tl.minimum(start + C // 2, T) - 1
@@ -91,7 +92,7 @@ def outputs_kernel(
         self = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), axis=1)
         seen = seen * from_start + self[:, None] * own.to(tl.float32)
         # log₂ C sizes of blocks, see `intra`; only pairs below the diagonal are left, so queries lie in later blocks
-        for shift in range(6):
+        for shift in range(tl.where(kind < 0, 0, 6)):
             is_query, factor, tokens = decayed(
                 b, sums, own, own, own, shift, start, T, H, K, first_key, C, BK, JOINED=False
             )
@@ -116,12 +117,11 @@ class _GsaKernelForward(ForwardBase):
         launcher.correct(self._segments, incoming_state, "incoming_state")
         self.saved = (self._segments.starts,)
         states, o = launcher.states(self._operands, self._k, self._segments), torch.empty_like(self._s)
-        K, V = launcher.K, launcher.V
-        BK, BV = options.tile(K, V, narrowest=NARROWEST[self._s.dtype])
-        outputs_kernel[(launcher.num_chunks * cdiv(K, BK), launcher.BH)](
-            self._q, self._k, self._s, self._operands.keys, self._b, self._operands.plain, self.doc_ids, states, o,
-            self.scale, launcher.T, launcher.H, K, V, launcher.BH, C=CHUNK, BK=BK, BV=BV, **launcher.flags,
-            **options.launch,
+        BK, BV = options.tile(launcher.K, launcher.V, narrowest=NARROWEST[self._s.dtype])
+        outputs_kernel[(launcher.num_chunks * cdiv(launcher.K, BK), launcher.BH)](
+            self._q, self._k, self._s, self._operands.keys, self._b, self._operands.kinds, self.doc_ids, states, o,
+            self.scale, launcher.T, launcher.H, launcher.K, launcher.V, launcher.BH, C=CHUNK, BK=BK, BV=BV,
+            **launcher.flags, **options.launch,
         )  # fmt: skip
         return o
 

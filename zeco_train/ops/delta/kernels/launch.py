@@ -1,8 +1,8 @@
 """Delta rules on CUDA: launches, their tiles and options, and the passes of one rank, for bf16 and fp32 tokens.
 
 Forward                                                        Backward
-  sums of g; by channel operands; scores P and systems F         by channel operands again
-  states and transitions of segments → S_loc, M                  gradients of segments → D_loc
+  sums of g; by channel operands; scores P and systems F
+  states and transitions of segments → S_loc, M                  by channel operands; gradients of segments → D_loc
   | scan over ranks                                              | scan over ranks ‖ true states again
   true states that segments start from; outputs                  true gradients at segments' ends, dv; dq, dk, dg, dβ
 
@@ -53,10 +53,9 @@ class DeltaTuning:
     """Options of each kernel, by its name, and of the layout in time."""
 
     systems: TileOptions = TileOptions(128, 64, 4, 1)
-    # With decays by channel, as those whose names say so: of the forward pass, with the sums, and of the backward pass.
+    # With decays by channel, as those whose names say so: of the forward pass, with the sums.
     channel_systems: TileOptions = TileOptions(64, 64, 4, 2)
-    first_operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
-    operands: TileOptions = TileOptions(64, 64, 8, 1)
+    operands: TileOptions = TileOptions(128, 64, 8, 1, 128)
     # Of the walks: the segments', and all others; with decays by channel all.
     summaries: TileOptions = _SMALL_WALK
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 128, 8, 3)
@@ -64,6 +63,7 @@ class DeltaTuning:
     grads: TileOptions = TileOptions(128, 64, 8, 3)
     channel_grads: TileOptions = TileOptions(64, 64, 8, 2)
     join: TileOptions = TileOptions(128, 16, 8, 3)
+    registers: int | None = None  # of the walk beside a scan; 224 leave 64 a thread to 4 warps of the scan's kernel
     programs: int = 132  # of a walk, that saturate the chip, all at once
     joining: float = 0.5  # chunks that all walks together take as long for as for joining one more segment, estimated
 
@@ -73,14 +73,14 @@ def _walks(walk: TileOptions) -> DeltaTuning:
 
 
 def _narrow(walk: TileOptions) -> DeltaTuning:
-    return DeltaTuning(_NARROW, _NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW, _SMALL_JOIN)
+    return DeltaTuning(_NARROW, _NARROW, _NARROW, walk, walk, walk, _NARROW, _NARROW, _SMALL_JOIN)
 
 
 # Measured on an H100 with 16k tokens, bf16; the rest is by the compiler's counts of registers and shared memory. A walk
 # with 8 warps is slow with fewer than 128 columns: each half of the warps computes all.
 KEPT: dict[Key, DeltaTuning] = {
     ((9, 0), torch.bfloat16, 64): replace(_walks(_SMALL_WALK), grads=DeltaTuning.grads, join=DeltaTuning.join),
-    ((9, 0), torch.bfloat16, 128): DeltaTuning(),
+    ((9, 0), torch.bfloat16, 128): DeltaTuning(registers=224),
     ((9, 0), torch.bfloat16, 256): DeltaTuning(
         summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
         walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
@@ -153,7 +153,7 @@ class DeltaKernels:
         segments = max(1, min(segments, balanced, self.num_chunks))
         self.segment_chunks = cdiv(self.num_chunks, segments)
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
-        self.tiles = cdiv(self.K, self._tile(tuning.first_operands)[0])
+        self.tiles = cdiv(self.K, self._tile(tuning.operands)[0])
         # (N, B, H, tiles), (N, B, H, C, C), (N, B, H, V, K), (J, B, H, K, V) and (J, B, H, K, K).
         self.kinds_shape = self.num_chunks, self.B, self.H, self.tiles
         self.pairs_shape = self.num_chunks, self.B, self.H, CHUNK, CHUNK
@@ -202,14 +202,14 @@ class DeltaKernels:
             return WalkOperands(self.k, self.k, q, self.sums, inverses, scores, None)
         keys, end_keys, queries = (self._by_token(self.K) for _ in range(3))
         borders = self._new(self.num_chunks, self.B, self.H, 3, self.K)
-        options = self.tuning.operands if g is None else self.tuning.first_operands
-        BK, _ = self._tile(options)
-        # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
-        parts = None if g is None else 0 if triton.knobs.runtime.interpret else 3
-        operands_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            q, self.k, g, self.sums, keys, end_keys, queries, borders, selves, *kinds, self.scale,
-            self.T, self.H, self.G, self.K, self.BH, C=CHUNK, BK=BK, PARTS=parts, **options.launch,
-        )  # fmt: skip
+        if g is not None:
+            BK, _ = self._tile(self.tuning.operands)
+            # three bf16 parts are exact; the interpreter, which takes fp32 tokens, has no bf16 products
+            operands_kernel[(self.num_chunks * self.tiles, self.BH)](
+                q, self.k, g, self.sums, keys, end_keys, queries, borders, selves, *kinds, self.scale, self.T, self.H,
+                self.G, self.K, self.BH, C=CHUNK, BK=BK, PARTS=0 if triton.knobs.runtime.interpret else 3,
+                **self.tuning.operands.launch,
+            )  # fmt: skip
         return WalkOperands(keys, end_keys, queries, borders, inverses, scores, *kinds)
 
     def summaries(self, operands: WalkOperands) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,8 @@ class DeltaKernels:
     def states(self, operands: WalkOperands, starts: Tensor) -> tuple[Tensor, Tensor]:
         """True states before the chunks [N, B, H, V, K], and new values [B, T, H, V], in the dtype of the tokens."""
         states, added = self._new(*self.states_shape, dtype=self.dtype), self._by_token(self.V)
-        self._forward(self._walk, operands, starts=starts, states=states, added=added)
+        options = self._walk if self.by_channel else replace(self._walk, max_registers=self.tuning.registers)
+        self._forward(options, operands, starts=starts, states=states, added=added)
         return states, added
 
     def _forward(
@@ -254,10 +255,10 @@ class DeltaKernels:
             STATES=states is not None, **self.flags, **options.launch,
         )  # fmt: skip
 
-    def local_grads(self, operands: WalkOperands, do: Tensor) -> Tensor:
-        """Gradients of the states before the segments, from 0 after them, `starts_shape`."""
+    def local_grads(self, operands: WalkOperands, q: Tensor, do: Tensor) -> Tensor:
+        """Gradients of the states before the segments, from 0 after them, `starts_shape`; by channel with operands."""
         totals = self._new(*self.starts_shape)
-        self._reverse(operands, do, totals=totals)
+        self._reverse(operands, do, q=q, totals=totals)
         return totals
 
     def state_grads(self, operands: WalkOperands, do: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,31 +275,46 @@ class DeltaKernels:
         operands: WalkOperands,
         do: Tensor,
         *,
+        q: Tensor | None = None,
         ends: Tensor | None = None,
         totals: Tensor | None = None,
         grads: Tensor | None = None,
         dv: Tensor | None = None,
     ) -> None:
         BK, BV = self._walk_tile(self._walk)
+        # Copies are a pipeline's stages ahead, factors of states two chunks; a barrier is between them and the stores.
+        ahead = max(2, self._walk.num_stages) + 1 if self.by_channel and q is not None else 0
         reverse_walk_kernel[(cdiv(self.V, BV), self.BH, self.num_segments)](
-            operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids, operands.kinds,
-            operands.inverses, operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H,
+            q, self.k, self.sums, operands.keys, operands.end_keys, operands.queries, operands.decays, self.doc_ids,
+            operands.kinds, operands.inverses, operands.scores, do, ends, totals, grads, dv, self.scale, self.T, self.H,
             operands.keys.shape[2], self.K, self.V, self.BH, self.num_chunks, self.segment_chunks, BK=BK, BV=BV,
-            TILES=self.tiles, STATES=ends is not None, **self.flags, **self._walk.launch,
+            TILES=self.tiles, STATES=ends is not None, KEY_HEADS=self.G, AHEAD=ahead, **self.flags,
+            **self._walk.launch,
         )  # fmt: skip
 
     def join(
         self, states: Tensor, transitions: Tensor, start: Tensor | None = None, *, reverse: bool = False
     ) -> Tensor:
-        """Join segments, see `join_kernel`: with `start` the states before them, else after; `starts_shape`."""
-        found, options = torch.empty_like(states), self.tuning.join
-        BN, BV = options.tile(self.K, self.V)
-        join_kernel[(cdiv(self.V, BV), self.BH)](
-            start, states, transitions, found, self.K, self.V, self.BH, len(states), BN=BN,
-            BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRECISION="tf32x3",
-            **options.launch,
+        """States at the segments' borders, from `start` all but the last, from 0 all J + 1, but the 0 is not written.
+
+        With the transitions in place of states the transition of all segments, [B, H, K, K].
+        """
+        width, product = states.shape[-1], states is transitions
+        if product or start is not None:
+            found = borders = torch.empty_like(states[0] if product else states)
+        else:
+            borders = self._new(len(states) + 1, *states.shape[1:])
+            found = borders[:-1] if reverse else borders[1:]
+        options = self.tuning.join
+        BN, BV = options.tile(self.K, width)
+        if cdiv(width, BV) * self.BH > self.tuning.programs and self.K <= BN:
+            BV *= 2  # all at once: 19 µs in place of 23 for five segments of 12 × 128 × 256, H100
+        join_kernel[(cdiv(width, BV), self.BH)](
+            start, states, transitions, found, self.K, width, self.BH, len(states), BN=BN,
+            BK=max(BN, next_power_of_2(self.K)), BV=BV, STARTS=start is not None, REVERSE=reverse, PRODUCT=product,
+            PRECISION="tf32x3", **options.launch,
         )  # fmt: skip
-        return found
+        return borders
 
     def input_grads(
         self, q: Tensor, do: Tensor, states: Tensor, grads: Tensor, added: Tensor, dv: Tensor, kinds: Tensor | None
@@ -347,21 +363,24 @@ class _DeltaKernelForward(ForwardBase):
         self._states, self._transitions = self._launcher.summaries(self._operands)
 
     @cached_property
+    def _borders(self) -> Tensor:
+        return self._launcher.join(self._states, self._transitions)
+
+    @property
     def state(self) -> Tensor:
-        return self._launcher.join(self._states, self._transitions)[-1]
+        return self._borders[-1]
 
     @cached_property
     def transition(self) -> Tensor:
-        # A copy, since the segments' transitions are saved, too.
-        first, *others = self._transitions.unbind()
-        joined = first.clone()
-        for later in others:
-            joined = later @ joined
-        return joined
+        return self._launcher.join(self._transitions, self._transitions)
 
     def outputs(self, incoming_state: Tensor) -> Tensor:
         check_state(incoming_state, "incoming_state", self._states.shape[1:])
-        starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
+        if self.from_zero and "_borders" in vars(self):  # for other ranks already
+            starts = self._borders[:-1]
+            starts[0].zero_()
+        else:
+            starts = self._launcher.join(self._states, self._transitions, dense(incoming_state))
         of_chunks = self._operands.scores, self._operands.inverses, self._operands.kinds
         kept = starts, self._transitions, *(x for x in of_chunks if x is not None)
         self.saved = (_like_g(self._sums), *kept) if self._gated else kept
@@ -378,11 +397,15 @@ class _DeltaKernelBackward(BackwardBase):
         where, gated = (self.doc_ids, self.scale), bool(sums)
         self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
         self._operands = self._launcher.operands(self._q, pairs)
-        self._local = self._launcher.local_grads(self._operands, self._do)
+        self._local = self._launcher.local_grads(self._operands, self._q, self._do)
 
     @cached_property
+    def _borders(self) -> Tensor:
+        return self._launcher.join(self._local, self._transitions, reverse=True)
+
+    @property
     def state_grad(self) -> Tensor:
-        return self._launcher.join(self._local, self._transitions, reverse=True)[0]
+        return self._borders[0]
 
     def overlap(self) -> None:
         # The true states again: they need no gradients of states.
@@ -390,7 +413,11 @@ class _DeltaKernelBackward(BackwardBase):
 
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         check_state(incoming_grad, "incoming_grad", self._local.shape[1:])
-        ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
+        if self.from_zero and "_borders" in vars(self):
+            ends = self._borders[1:]
+            ends[-1].zero_()
+        else:
+            ends = self._launcher.join(self._local, self._transitions, dense(incoming_grad), reverse=True)
         grads, dv = self._launcher.state_grads(self._operands, self._do, ends)
         of_tokens = self._states, grads, self._added, dv
         dq, dk, dg, dbeta = self._launcher.input_grads(self._q, self._do, *of_tokens, self._operands.kinds)

@@ -34,6 +34,7 @@ import triton.language as tl
 from zeco_train.kernels import jit
 from zeco_train.ops.gla.kernels.tiles import (
     LARGEST_EXPONENT,
+    VANISHING,
     decay,
     head_offset,
     laid_out_like,
@@ -78,8 +79,6 @@ def border_decays(sums, total, doc_ids, start, T, C: tl.constexpr, DOCUMENTS: tl
 
 # Of what fp16 numbers hold in products for the inverse.
 _UNIT: tl.constexpr = tl.constexpr(2.0**10)
-# fp32 rounds to 2^-24, and sums over a chunk are of up to 2^12 pairs in 2^8 channels: those of 2^-44 do not count.
-VANISHING: tl.constexpr = tl.constexpr(-44 * 0.6931472)
 # Kinds of chunks: plain ones are at least 1. In those of weak decays a state has no factor but after the tokens.
 WEAK: tl.constexpr = tl.constexpr(2)
 
@@ -241,17 +240,44 @@ def systems_kernel(
 
 
 @jit
+def write_operands(
+    sources, written, chunk, batch_head, scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BH, first_key,
+    C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """BK channels of a chunk of one head, whose tensors these are, see `operands_kernel`; kinds and scale · q · k."""
+    q, k, sums = sources
+    keys, end_keys, queries, borders = written
+    start = chunk * C
+    through = load_tile(sums, start, T, H, K, first_key, C, BK)
+    kinds, reference, end_reference, total = load_references(sums, start, T, H, K, first_key, C, BK)
+    of_keys = load_tile(k, start, T, G, K, first_key, C, BK)
+    seen = load_tile(q, start, T, G, K, first_key, C, BK)
+    later, earlier = decay(through - reference[None, :]), decay(end_reference[None, :] - through)
+    of_keys, seen = of_keys.to(tl.float32), seen.to(tl.float32) * scale
+    selves = tl.sum(seen * of_keys, axis=1)
+    store_tile(keys, of_keys * later, start, T, H, K, first_key, C, BK)
+    store_tile(end_keys, of_keys * earlier, start, T, H, K, first_key, C, BK)
+    store_tile(queries, seen * later, start, T, H, K, first_key, C, BK)
+    columns = first_key + tl.arange(0, BK)
+    pointers = borders + (chunk.to(tl.int64) * BH + batch_head) * 3 * K + columns
+    tl.store(pointers, decay(reference), mask=columns < K)
+    tl.store(pointers + K, decay(end_reference - reference), mask=columns < K)
+    tl.store(pointers + 2 * K, decay(total - end_reference), mask=columns < K)
+    return kinds, selves
+
+
+@jit
 def operands_kernel(
     q,  # [B, T, G, K]
     k,  # [B, T, G, K]
-    g,  # [B, T, H, K] fp32, log-decays, read with PARTS
-    sums,  # [B, T, H, K] fp32, their sums inside chunks, each through the token itself; written with PARTS, else read
+    g,  # [B, T, H, K] fp32, log-decays
+    sums,  # [B, T, H, K] fp32, written: their sums inside chunks, each through the token itself
     keys,  # [B, T, H, K], written: k⁺
     end_keys,  # [B, T, H, K], written: k⁻
     queries,  # [B, T, H, K], written: scale · q⁺
     borders,  # [N, B, H, 3, K] fp32, written: factors of a state before, with and after a chunk's tokens
-    selves,  # [B, T, H, tiles] fp32, written with PARTS: scale · q · k, of the keys' tiles
-    kinds,  # [N, B, H, tiles] int8, written with PARTS: the least kinds of their channels
+    selves,  # [B, T, H, tiles] fp32, written: scale · q · k, of the keys' tiles
+    kinds,  # [N, B, H, tiles] int8, written: the least kinds of their channels
     scale,
     T,
     H: tl.constexpr,
@@ -267,39 +293,23 @@ def operands_kernel(
     chunk = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     batch_head = tl.program_id(1)
-    q += key_head_offset(batch_head, T, H, G, K)
-    k += key_head_offset(batch_head, T, H, G, K)
+    of_group = key_head_offset(batch_head, T, H, G, K)
     own = head_offset(batch_head, T, H, K)
-    start = chunk * C
-    first_key = tile * BK
-    index = chunk.to(tl.int64) * BH + batch_head
+    start, first_key = chunk * C, tile * BK
     rows = tl.arange(0, C)
     last = tl.minimum(C, T - start) - 1
-    if PARTS is not None:
-        decays = tl.maximum(load_tile(g + own, start, T, H, K, first_key, C, BK), LEAST)
-        pairs = ((rows > 0) & (rows <= last))[:, None]
-        slowest = tl.max(tl.where(pairs, decays, LEAST), axis=0)
-        written = sum_tokens(rows[:, None] >= rows[None, :], decays, PARTS)
-        store_tile(sums + own, written, start, T, H, K, first_key, C, BK)
-        # all threads' stores of the sums, before they load them in the layout of keys, with few registers
-        tl.debug_barrier()
-    through = load_tile(sums + own, start, T, H, K, first_key, C, BK)
-    kind, reference, end_reference, total = load_references(sums + own, start, T, H, K, first_key, C, BK)
-    if PARTS is not None:
-        # channels past K are weak
-        kind = tl.maximum(kind, (slowest <= VANISHING).to(tl.int32))
-        tl.store(kinds + index * tiles + tile, tl.min(kind).to(tl.int8))
-    later, earlier = decay(through - reference[None, :]), decay(end_reference[None, :] - through)
-    of_keys = load_tile(k, start, T, G, K, first_key, C, BK).to(tl.float32)
-    seen = load_tile(q, start, T, G, K, first_key, C, BK).to(tl.float32) * scale
-    if PARTS is not None:
-        pointers = selves + (head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H) * tiles + tile
-        tl.store(pointers, tl.sum(seen * of_keys, axis=1), mask=rows <= last)
-    store_tile(keys + own, of_keys * later, start, T, H, K, first_key, C, BK)
-    store_tile(end_keys + own, of_keys * earlier, start, T, H, K, first_key, C, BK)
-    store_tile(queries + own, seen * later, start, T, H, K, first_key, C, BK)
-    columns = first_key + tl.arange(0, BK)
-    pointers = borders + index * 3 * K + columns
-    tl.store(pointers, decay(reference), mask=columns < K)
-    tl.store(pointers + K, decay(end_reference - reference), mask=columns < K)
-    tl.store(pointers + 2 * K, decay(total - end_reference), mask=columns < K)
+    decays = tl.maximum(load_tile(g + own, start, T, H, K, first_key, C, BK), LEAST)
+    pairs = ((rows > 0) & (rows <= last))[:, None]
+    slowest = tl.max(tl.where(pairs, decays, LEAST), axis=0)
+    through = sum_tokens(rows[:, None] >= rows[None, :], decays, PARTS)
+    store_tile(sums + own, through, start, T, H, K, first_key, C, BK)
+    # all threads' stores of the sums, before they load them in the layout of keys, with few registers
+    tl.debug_barrier()
+    sources = q + of_group, k + of_group, sums + own
+    written = keys + own, end_keys + own, queries + own, borders
+    kind, of_selves = write_operands(sources, written, chunk, batch_head, scale, T, H, G, K, BH, first_key, C, BK)
+    # channels past K are weak
+    kind = tl.maximum(kind, (slowest <= VANISHING).to(tl.int32))
+    tl.store(kinds + (chunk.to(tl.int64) * BH + batch_head) * tiles + tile, tl.min(kind).to(tl.int8))
+    pointers = selves + (head_offset(batch_head, T, H, 1) + (start + rows).to(tl.int64) * H) * tiles + tile
+    tl.store(pointers, of_selves, mask=rows <= last)

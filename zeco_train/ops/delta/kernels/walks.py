@@ -22,7 +22,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from zeco_train.kernels import jit
-from zeco_train.ops.delta.kernels.systems import WEAK, border_decays, load_decays, load_kind
+from zeco_train.ops.delta.kernels.grads import INTERPRETED
+from zeco_train.ops.delta.kernels.systems import WEAK, border_decays, load_decays, load_kind, write_operands
 from zeco_train.ops.gla.kernels.tiles import head_offset, load_tile, state_pointers, store_tile
 from zeco_train.ops.scalar_decay.kernels.decays import key_head_offset
 
@@ -188,8 +189,24 @@ def forward_walk_kernel(
 
 
 @jit
+def _write_ahead(
+    chunk, first_chunk, sources, written, batch_head, scale, T, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, BH,
+    C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The operands of a chunk from `first_chunk` on, and a barrier, which the compiler may put before them."""
+    if chunk >= first_chunk:
+        write_operands(sources, written, chunk, batch_head, scale, T, H, G, K, BH, 0, C, BK)
+    # a loop with `tl.debug_barrier` is not pipelined
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r,~{memory}", [], tl.int32, is_pure=False, pack=1)
+
+
+@jit
 def reverse_walk_kernel(
-    keys,  # [B, T, G, K]: k, or k⁺ with BY_CHANNEL
+    q,  # [B, T, KEY_HEADS, K], as the next two read with AHEAD
+    k,  # [B, T, KEY_HEADS, K]
+    channel_sums,  # [B, T, H, K] fp32, of `operands_kernel`
+    keys,  # [B, T, G, K]: k, or k⁺ with BY_CHANNEL; as the next three written first with AHEAD
     end_keys,  # [B, T, G, K]: k⁻, read with BY_CHANNEL
     queries,  # [B, T, G, K]: q, or scale · q⁺ with BY_CHANNEL
     sums,  # [B, H, T] fp32; with BY_CHANNEL borders, [N, B, H, 3, K] fp32
@@ -218,9 +235,14 @@ def reverse_walk_kernel(
     BY_CHANNEL: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     STATES: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program walks one segment, from its end, with BV columns of the gradient of one head; K <= BK."""
+    """One program walks one segment, from its end, with BV columns of the gradient of one head; K <= BK.
+
+    AHEAD: so many chunks before it reads operands it writes them, as all programs of a head do; 0: they are there.
+    """
     first_value = tl.program_id(0) * BV
     batch_head = tl.program_id(1)
     segment = tl.program_id(2)
@@ -237,6 +259,13 @@ def reverse_walk_kernel(
         grad = tl.load(pointers, mask=inside, other=0.0)
     else:
         grad = tl.zeros([BV, BK], tl.float32)
+    if AHEAD > 0:
+        of_group = key_head_offset(batch_head, T, H, KEY_HEADS, K)
+        sources = q + of_group, k + of_group, channel_sums + head_offset(batch_head, T, H, K)
+        written = keys, end_keys, queries, sums
+        for step in range(AHEAD):
+            ahead = end_chunk - 1 - step
+            _write_ahead(ahead, first_chunk, sources, written, batch_head, scale, T, H, KEY_HEADS, K, BH, C, BK)
     if BY_CHANNEL:
         last = (end_chunk - 1).to(tl.int64) * BH + batch_head
         grad *= _load_border(sums, 2, last, K, BK)
@@ -277,6 +306,9 @@ def reverse_walk_kernel(
             if has_factors:
                 grad *= _load_border(sums, 0, index, K, BK)
             grad *= after_tokens
+        if AHEAD > 0:
+            ahead = chunk - AHEAD
+            _write_ahead(ahead, first_chunk, sources, written, batch_head, scale, T, H, KEY_HEADS, K, BH, C, BK)
 
     if not STATES:
         pointers, inside = _columns_of(totals, segment_index, K, V, first_value, BK, BV)
@@ -286,9 +318,9 @@ def reverse_walk_kernel(
 @jit
 def join_kernel(
     start,  # [B, H, K, V] fp32, read with STARTS
-    states,  # [J, B, H, K, V] fp32: of segments, from 0
+    states,  # [J, B, H, K, V] fp32: of segments, from 0; with PRODUCT `transitions`, so V is K
     transitions,  # [J, B, H, K, K] fp32
-    found,  # [J, B, H, K, V] fp32, written
+    found,  # [J, B, H, K, V] fp32, written; with PRODUCT [B, H, K, K]
     K: tl.constexpr,
     V: tl.constexpr,
     BH,
@@ -298,12 +330,13 @@ def join_kernel(
     BV: tl.constexpr,
     STARTS: tl.constexpr,
     REVERSE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program joins BV columns of the segments of one head, K <= BK, BN rows at a time.
 
     With STARTS, states before the segments, the first of which is `start`; else after them, from 0. REVERSE: from the
-    last segment on, with transposed transitions.
+    last segment on, with transposed transitions. PRODUCT: the transition of all segments instead.
     """
     first_value = tl.program_id(0) * BV
     batch_head = tl.program_id(1)
@@ -318,9 +351,10 @@ def join_kernel(
     for step in range(1, num_segments):
         index = (segment + stride * step) * BH + batch_head
         source = index - stride * BH if STARTS else index
+        target = batch_head if PRODUCT else index
         for first in range(0, K, BN):
             some, covered = _columns_of(states, source, K, V, first_value, BN, BV, first)
-            rows = tl.load(some, mask=covered, other=0.0)
+            rows = tl.zeros([BV, BN], tl.float32) if PRODUCT else tl.load(some, mask=covered, other=0.0)
             if REVERSE:
                 some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
                 transition = tl.load(some, mask=within, other=0.0)
@@ -328,12 +362,14 @@ def join_kernel(
                 some, within = state_pointers(transitions, source, K, K, first, 0, BN, BK)
                 transition = tl.trans(tl.load(some, mask=within, other=0.0))
             rows = tl.dot(state, transition, rows, input_precision=PRECISION)
-            some, covered = _columns_of(found, index, K, V, first_value, BN, BV, first)
+            some, covered = _columns_of(found, target, K, V, first_value, BN, BV, first)
             tl.store(some, rows, mask=covered)
             if BN == BK:
                 state = rows
         if BN < BK:
             # all threads' stores
             tl.debug_barrier()
-            pointers, _ = _columns_of(found, index, K, V, first_value, BK, BV)
+            pointers, _ = _columns_of(found, target, K, V, first_value, BK, BV)
             state = tl.load(pointers, mask=inside, other=0.0)
+            if PRODUCT:  # before these places are written again
+                tl.debug_barrier()

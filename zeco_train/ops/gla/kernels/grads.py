@@ -105,7 +105,7 @@ def plain_grads_kernel(
     v,  # [B, T, H, V]
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     do,  # [B, T, H, V]
-    plain,  # [N, B, H] int32, see `operands_kernel`
+    kinds,  # [N, B, H] int32, see `operands_kernel`
     states,  # [N, B, H, V, K]: X
     state_grads,  # [N, B, H, V, K]: X'
     dq,  # [B, T, H, K], written
@@ -133,8 +133,8 @@ def plain_grads_kernel(
     rows = tl.arange(0, C)
     of_keys = head_offset(batch_head, T, H, K)
     of_values = head_offset(batch_head, T, H, V)
-    kind = tl.load(plain + index)
-    if kind != 0:
+    kind = tl.load(kinds + index)
+    if kind > 0:
         grads, _, query_grads, key_grads, passing = _of_values(
             v + of_values, do + of_values, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, False,
             SUMMED, PRECISION,
@@ -149,10 +149,8 @@ def plain_grads_kernel(
         # tokens before t are all less those from t on
         passing += tl.sum(leaving, axis=0)
         terms = own_queries.to(tl.float32) * query_grads - own_keys.to(tl.float32) * key_grads
-        middle = tl.minimum(start + C // 2, T) - 1
-        columns = first_key + tl.arange(0, BK)
-        reference = tl.load(b + of_keys + middle.to(tl.int64) * H * K + columns, mask=columns < K, other=0.0)
-        distances = sums - reference[None, :]
+        middle = load_last_row(b + of_keys, start, T, H, K, first_key, C // 2, BK)
+        distances = sums - middle[None, :]
         store_tile(dq + of_keys, query_grads * (decay(distances) * scale), start, T, H, K, first_key, C, BK)
         store_tile(dk + of_keys, key_grads * decay(-distances), start, T, H, K, first_key, C, BK)
         parts: tl.constexpr = 2 if v.dtype.element_ty == tl.bfloat16 else 0
@@ -163,7 +161,7 @@ def plain_grads_kernel(
 
 @jit
 def _other_grads(
-    q, k, v, b, do, doc_ids, factors, states, state_grads, dq, dk, dg, index, start, first_key, scale, T,
+    q, k, v, b, do, doc_ids, kind, factors, states, state_grads, dq, dk, dg, index, start, first_key, scale, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOCUMENTS: tl.constexpr, SUMMED: tl.constexpr, PRECISION: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
@@ -172,55 +170,60 @@ def _other_grads(
     grads, turned, query_grads, key_grads, passing = _of_values(
         v, do, states, state_grads, index, start, first_key, T, H, K, V, C, BK, BV, True, SUMMED, PRECISION
     )
-    # of the pairs of all sizes, G of `intra`
-    pair_grads = tl.where(rows[:, None] >= rows[None, :], grads, -turned) * scale
-    if DOCUMENTS:
-        own, before, end = load_doc_ids(doc_ids, start, T, C)
-        pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
-    self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], pair_grads, 0.0), axis=1)
-
-    sums = laid_out_like(load_tile(b, start, T, H, K, first_key, C, BK), query_grads)
-    queries = laid_out_like(load_tile(q, start, T, H, K, first_key, C, BK), query_grads)
-    keys = laid_out_like(load_tile(k, start, T, H, K, first_key, C, BK), query_grads)
-    total = load_last_row(b, start, T, H, K, first_key, C, BK)
-    to_end = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
-    from_start = decay(sums) * scale
-    if DOCUMENTS:
-        to_end = tl.where((own == end)[:, None], to_end, 0.0)
-        from_start = tl.where((own == before)[:, None], from_start, 0.0)
-    key_grads *= to_end
-    leaving = keys.to(tl.float32) * key_grads
-    query_grads *= from_start
-    terms = queries.to(tl.float32) * query_grads
-    columns = first_key + tl.arange(0, BK)
-    passing *= tl.load(factors + index * 4 * K + CROSS * K + columns, mask=columns < K, other=0.0)
-    query_grads += self_grads[:, None] * keys.to(tl.float32)
-    key_grads += self_grads[:, None] * queries.to(tl.float32)
-    joined = join(queries, keys) if JOINED else queries
-    for shift in range(6):
-        is_query, factor, tokens = decayed(
-            b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
-        )
-        size_grads = tl.where(split_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
-        seen = tl.dot(size_grads, tokens, input_precision=PRECISION)
-        moved = factor * seen
-        to_query = tl.where(is_query, 1.0, 0.0)[:, None]
-        query_grads += to_query * moved
-        key_grads += (to_query - 1.0) * moved
-        terms += tokens.to(tl.float32) * seen
+    self_grads = tl.sum(tl.where(rows[:, None] == rows[None, :], grads, 0.0), axis=1)[:, None] * scale
+    if kind < 0:
+        # a token sees itself, and the state after the chunk the last one
+        query_grads = self_grads * load_tile(k, start, T, H, K, first_key, C, BK)
+        key_grads = tl.where((rows == tl.minimum(C, T - start) - 1)[:, None], key_grads, 0.0)
+        key_grads += self_grads * load_tile(q, start, T, H, K, first_key, C, BK)
+        decay_grads = tl.zeros([C, BK], tl.float32)
+    else:
+        # of the pairs of all sizes, G of `intra`
+        pair_grads = tl.where(rows[:, None] >= rows[None, :], grads, -turned) * scale
+        if DOCUMENTS:
+            own, before, end = load_doc_ids(doc_ids, start, T, C)
+            pair_grads = tl.where(own[:, None] == own[None, :], pair_grads, 0.0)
+        sums = laid_out_like(load_tile(b, start, T, H, K, first_key, C, BK), query_grads)
+        queries = laid_out_like(load_tile(q, start, T, H, K, first_key, C, BK), query_grads)
+        keys = laid_out_like(load_tile(k, start, T, H, K, first_key, C, BK), query_grads)
+        total = load_last_row(b, start, T, H, K, first_key, C, BK)
+        to_end = decay(tl.where((rows < T - start)[:, None], total[None, :] - sums, 0.0))
+        from_start = decay(sums) * scale
+        if DOCUMENTS:
+            to_end = tl.where((own == end)[:, None], to_end, 0.0)
+            from_start = tl.where((own == before)[:, None], from_start, 0.0)
+        key_grads *= to_end
+        leaving = keys.to(tl.float32) * key_grads
+        query_grads *= from_start
+        terms = queries.to(tl.float32) * query_grads
+        columns = first_key + tl.arange(0, BK)
+        passing *= tl.load(factors + index * 4 * K + CROSS * K + columns, mask=columns < K, other=0.0)
+        query_grads += self_grads * keys.to(tl.float32)
+        key_grads += self_grads * queries.to(tl.float32)
+        joined = join(queries, keys) if JOINED else queries
+        for shift in range(6):
+            is_query, factor, tokens = decayed(
+                b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C, BK, JOINED
+            )
+            size_grads = tl.where(split_pairs(shift, C), pair_grads, 0.0).to(tokens.dtype)
+            seen = tl.dot(size_grads, tokens, input_precision=PRECISION)
+            moved = factor * seen
+            to_query = tl.where(is_query, 1.0, 0.0)[:, None]
+            query_grads += to_query * moved
+            key_grads += (to_query - 1.0) * moved
+            terms += tokens.to(tl.float32) * seen
+        parts: tl.constexpr = 2 if k.dtype.element_ty == tl.bfloat16 else 0
+        later = rows[:, None] <= rows[None, :]
+        if DOCUMENTS:
+            # not past a restart: terms of the next document add up to 0 only within its rounding
+            later = later & (own[:, None] == own[None, :])
+        decay_grads = passing[None, :] + _sum_tokens(later, terms, parts)
+        decay_grads += _sum_tokens(rows[:, None] > rows[None, :], leaving, parts)
+        if DOCUMENTS:
+            previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
+            decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
     store_tile(dq, query_grads, start, T, H, K, first_key, C, BK)
     store_tile(dk, key_grads, start, T, H, K, first_key, C, BK)
-
-    parts: tl.constexpr = 2 if k.dtype.element_ty == tl.bfloat16 else 0
-    later = rows[:, None] <= rows[None, :]
-    if DOCUMENTS:
-        # not past a restart: terms of the next document add up to 0 only within its rounding
-        later = later & (own[:, None] == own[None, :])
-    decay_grads = passing[None, :] + _sum_tokens(later, terms, parts)
-    decay_grads += _sum_tokens(rows[:, None] > rows[None, :], leaving, parts)
-    if DOCUMENTS:
-        previous = tl.load(doc_ids + start + rows - 1, mask=(start + rows > 0) & (rows < T - start), other=0)
-        decay_grads = tl.where((own == previous)[:, None], decay_grads, 0.0)
     store_tile(dg, decay_grads, start, T, H, K, first_key, C, BK)
 
 
@@ -232,7 +235,7 @@ def other_grads_kernel(
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     do,  # [B, T, H, V]
     doc_ids,  # [T] int32, read with DOCUMENTS
-    plain,  # [N, B, H] int32
+    kinds,  # [N, B, H] int32
     factors,  # [N, B, H, 4, K] fp32
     states,  # [N, B, H, V, K]: X
     state_grads,  # [N, B, H, V, K]: X'
@@ -264,12 +267,14 @@ def other_grads_kernel(
     batch_head = tl.program_id(1)
     of_keys = head_offset(batch_head, T, H, K)
     of_values = head_offset(batch_head, T, H, V)
-    for step in range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk)):
+    # in registers, what all chunks share would cost more than it saves
+    for step in tl.range(tl.minimum(CHUNKS, tl.cdiv(T, C) - first_chunk), disable_licm=True):
         chunk = first_chunk + step
         index = chunk.to(tl.int64) * BH + batch_head
-        if tl.load(plain + index) == 0:
+        kind = tl.load(kinds + index)
+        if kind <= 0:
             _other_grads(
-                q + of_keys, k + of_keys, v + of_values, b + of_keys, do + of_values, doc_ids, factors, states,
+                q + of_keys, k + of_keys, v + of_values, b + of_keys, do + of_values, doc_ids, kind, factors, states,
                 state_grads, dq + of_keys, dk + of_keys, dg + of_keys, index, chunk * C, first_key, scale, T, H, K, V,
                 C, BK, BV, DOCUMENTS, SUMMED, PRECISION, JOINED,
             )  # fmt: skip

@@ -68,21 +68,9 @@ else:
 
 @jit
 def decayed(
-    b,
-    sums,
-    joined,
-    queries,
-    keys,
-    shift,
-    start,
-    T,
-    H,
-    K,
-    first_key,
-    C: tl.constexpr,
-    BK: tl.constexpr,
+    b, sums, joined, queries, keys, shift, start, T, H, K, first_key, C: tl.constexpr, BK: tl.constexpr,
     JOINED: tl.constexpr,
-):
+):  # fmt: skip
     """For blocks of 2^shift tokens: [C], which tokens are queries; [C, BK], the factors; [C, BK], X."""
     is_query, factors = split_decays(b, sums, shift, start, T, H, K, first_key, C, BK)
     if JOINED:
@@ -99,7 +87,7 @@ def scores_kernel(
     b,  # [B, T, H, K] fp32, sums of g inside chunks
     queries,  # [B, T, H, K]: q* of `operands_kernel`, as the next two
     keys,  # [B, T, H, K]: k*
-    plain,  # [N, B, H] int32
+    kinds,  # [N, B, H] int32
     doc_ids,  # [T] int32, read with DOCUMENTS
     scores,  # [N, B, H, C, C], written: scale · Σ_K q_i ⊙ k_j ⊙ exp(b_i − b_j) where j <= i, else 0
     scale,
@@ -121,7 +109,8 @@ def scores_kernel(
     rows = tl.arange(0, C)
     offset = head_offset(batch_head, T, H, K)
     total = tl.zeros([C, C], tl.float32)
-    if tl.load(plain + index) != 0:
+    kind = tl.load(kinds + index)
+    if kind > 0:
         for first_key in range(0, K, BK):
             own_queries = load_tile(queries + offset, start, T, H, K, first_key, C, BK)
             own_keys = load_tile(keys + offset, start, T, H, K, first_key, C, BK)
@@ -135,8 +124,8 @@ def scores_kernel(
             self = tl.sum(own_queries.to(tl.float32) * own_keys.to(tl.float32), axis=1)[:, None]
             total = tl.where(rows[:, None] == rows[None, :], total + self, total)
             joined = join(own_queries, own_keys) if JOINED else own_queries
-            # log₂ C sizes of blocks.
-            for shift in range(6):
+            # log₂ C sizes of blocks
+            for shift in range(tl.where(kind < 0, 0, 6)):
                 _, _, tokens = decayed(
                     b + offset, sums, joined, own_queries, own_keys, shift, start, T, H, K, first_key, C, BK, JOINED
                 )

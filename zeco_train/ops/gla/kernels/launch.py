@@ -49,7 +49,7 @@ class GlaTuning:
     walk: TileOptions = TileOptions(LARGEST_HEAD_DIM, 64, 4, 2)
     states: TileOptions = TileOptions(64, 64, 4, 3)
     plain_grads: TileOptions = TileOptions(64, 64, 4, 3)
-    other_grads: TileOptions = TileOptions(64, 64, 8, 1)
+    other_grads: TileOptions = TileOptions(64, 64, 8, 3)
     join: TileOptions = TileOptions(64, 64, 4, 1)
     programs: int = 264
 
@@ -184,7 +184,7 @@ class WalkOperands(NamedTuple):
     queries: Tensor  # [B, T, H, K] in the dtype of the inputs
     keys: Tensor  # [B, T, H, K]
     factors: Tensor  # [N, B, H, 4, K] fp32
-    plain: Tensor  # [N, B, H] int32
+    kinds: Tensor  # [N, B, H] int32
 
 
 class GlaKernels(SegmentKernels):
@@ -278,16 +278,14 @@ class GlaKernels(SegmentKernels):
             **self._precision, **options.launch,
         )  # fmt: skip
 
-    def _joined(self, BK: int) -> bool:
-        return self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED
-
     def scores(self, q: Tensor, k: Tensor, b: Tensor, operands: WalkOperands) -> Tensor:
         """[N, B, H, C, C], 0 above the diagonal."""
         scores, options = self._new(*self.scores_shape, dtype=self.dtype), self.tuning.scores
         BK, _ = options.tile(self.K, self.V, narrowest=NARROWEST_SCORES)
         scores_kernel[(self.num_chunks, self.BH)](
-            q, k, b, operands.queries, operands.keys, operands.plain, self.doc_ids, scores, self.scale,
-            self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK, JOINED=self._joined(BK), **self.flags, **options.launch,
+            q, k, b, operands.queries, operands.keys, operands.kinds, self.doc_ids, scores, self.scale,
+            self.T, self.H, self.K, self.BH, C=CHUNK, BK=BK, **self.flags, **options.launch,
+            JOINED=self.dtype == torch.bfloat16 and BK >= NARROWEST_JOINED,
         )  # fmt: skip
         return scores
 
@@ -304,30 +302,28 @@ class GlaKernels(SegmentKernels):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dg."""
         dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(b)
-        queries, keys, factors, plain = operands
         found = states, state_grads, dq, dk, dg, self.scale, self.T, self.H, self.K, self.V, self.BH
         options = self.tuning.plain_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         plain_grads_kernel[(self.num_chunks * cdiv(self.K, BK), self.BH)](
-            queries, keys, v, b, do, plain, *found, C=CHUNK, BK=BK, BV=BV, SUMMED=options.num_stages == 1,
-            **self._precision, **options.launch,
+            operands.queries, operands.keys, v, b, do, operands.kinds, *found, C=CHUNK, BK=BK, BV=BV,
+            SUMMED=options.num_stages == 1, **self._precision, **options.launch,
         )  # fmt: skip
         options = self.tuning.other_grads
         BK, BV = options.tile(self.K, self.V, narrowest=NARROWEST[self.dtype])
         other_grads_kernel[(cdiv(self.num_chunks, GROUP) * cdiv(self.K, BK), self.BH)](
-            q, k, v, b, do, self.doc_ids, plain, factors, *found, C=CHUNK, BK=BK, BV=BV,
-            SUMMED=options.num_stages == 1, JOINED=self._joined(BK), CHUNKS=GROUP, **self.flags, **options.launch,
+            q, k, v, b, do, self.doc_ids, operands.kinds, operands.factors, *found, C=CHUNK, BK=BK, BV=BV, CHUNKS=GROUP,
+            SUMMED=options.num_stages == 1, JOINED=self.dtype == torch.bfloat16, **self.flags, **options.launch,
         )  # fmt: skip
         return dq, dk, dg
 
 
 class _GlaKernelForward(ForwardBase):
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
-        q, k, v, g = operands
-        self._q, self._k, self._v = (dense(x) for x in (q, k, v))
-        self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
-        self._b = torch.empty_like(g, memory_format=torch.contiguous_format)
-        self._operands = self._launcher.operands(self._q, self._k, dense(g), self._b)
+        self._q, self._k, self._v, g = (dense(x) for x in operands)
+        self._launcher = GlaKernels(self._k, self._v, self.doc_ids, self.scale, options_for(self._k))
+        self._b = torch.empty_like(g)
+        self._operands = self._launcher.operands(self._q, self._k, g, self._b)
         self._segments = self._launcher.segments(self._operands, self._v, reverse=False)
         self.state, self.transition = self._segments.state, self._segments.log_decay
 
@@ -348,12 +344,11 @@ class GlaKernelBackward(BackwardBase):
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         # The fourth operand, g, has been replaced by b (`CUDA.replaced`).
-        q, k, v, self._b = operands
-        self._q, self._k, self._v, self._do = (dense(x) for x in (q, k, v, self.do))
+        self._q, self._k, self._v, self._b, self._do = (dense(x) for x in (*operands, self.do))
         count = len(WalkOperands._fields)
         self._operands = WalkOperands(*self.saved[:count])
         self._scores, self._starts, *self._kept = self.saved[count:]
-        self._launcher = GlaKernels(k, v, self.doc_ids, self.scale, options_for(k))
+        self._launcher = GlaKernels(self._k, self._v, self.doc_ids, self.scale, options_for(self._k))
         self._segments = self._launcher.segments(self._operands, self._do, reverse=True)
         self.state_grad = self._segments.state
 
@@ -364,10 +359,10 @@ class GlaKernelBackward(BackwardBase):
     def operand_grads(self, incoming_grad: Tensor) -> tuple[Tensor, ...]:
         self._launcher.correct(self._segments, incoming_grad, "incoming_grad")
         grads = self._launcher.new_states()
-        of_walk = self._operands, self._do, self._scores, self._segments
-        dv = self._launcher.outputs(*of_walk, states=grads, reverse=True)
-        inputs = self._q, self._k, self._v, self._b, self._do
-        dq, dk, dg = self._launcher.grads(*inputs, self._operands, self._states, grads)
+        dv = self._launcher.outputs(self._operands, self._do, self._scores, self._segments, states=grads, reverse=True)
+        dq, dk, dg = self._launcher.grads(
+            self._q, self._k, self._v, self._b, self._do, self._operands, self._states, grads
+        )
         return dq, dk, dv, dg
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from zeco_train.kernels import cdiv, jit, next_power_of_2
 from zeco_train.ops.gla.kernels.tiles import (
     LARGEST_EXPONENT,
+    VANISHING,
     decay,
     head_offset,
     load_doc_ids,
@@ -50,7 +51,7 @@ def operands_kernel(
     queries,  # [B, T, H, K], written: q*
     keys,  # [B, T, H, K], written: k*
     factors,  # [N, B, H, 4, K] fp32, written
-    plain,  # [N, B, H] int32, written: 1 if it is, 2 if it is and a document starts with it
+    kinds,  # [N, B, H] int32, written: 1 if plain, 2 if so and a document starts with it; −1 if steep; else 0
     scale,
     T,
     H,
@@ -65,7 +66,8 @@ def operands_kernel(
     A chunk is plain if no document starts in it, but with its first token, and no channel decays by more than e^-60
     over either half. Its operands are relative to its middle, m, so that they also give its scores, A = q* k*ᵀ: q* =
     scale · q ⊙ exp(b − m), k* = k ⊙ exp(m − b). Those of others are decayed to the chunk's borders, and 0 if a document
-    starts between.
+    starts between. One that is not plain is steep if each token decays by e^`VANISHING` or less: what a token sees of
+    those before it is then a rounding error of the chunk's sums, and is left out. So its g has no gradient.
     """
     chunk = tl.program_id(0)
     batch_head = tl.program_id(1)
@@ -85,12 +87,11 @@ def operands_kernel(
         first = tl.sum(tl.where((rows < C // 2)[:, None], own, 0.0), axis=0)
         worst = tl.minimum(worst, tl.min(tl.minimum(first, tl.sum(own, axis=0) - first)))
     is_plain = worst >= -LARGEST_EXPONENT
+    kind = 1
     if DOCUMENTS:
         ids, before, end = load_doc_ids(doc_ids, start, T, C)
         is_plain = is_plain & (tl.load(doc_ids + start) == end)
-        tl.store(plain + index, tl.where(is_plain, tl.where(before == end, 1, 2), 0))
-    else:
-        tl.store(plain + index, is_plain.to(tl.int32))
+        kind = tl.where(before == end, 1, 2)
 
     for first_key in range(0, K, BK):
         own = tl.maximum(load_tile(g, start, T, H, K, first_key, C, BK), -104.0)
@@ -101,10 +102,8 @@ def operands_kernel(
         total = tl.sum(tl.where((rows == C - 1)[:, None], sums, 0.0), axis=0)
         middle = tl.sum(tl.where((rows == C // 2 - 1)[:, None], sums, 0.0), axis=0)
         # without a middle: from the chunk's start, and to its end
-        to_query = sums - tl.where(is_plain, middle, 0.0)[None, :]
-        from_key = tl.where(is_plain, middle, total)[None, :] - sums
-        seen = decay(to_query)
-        left = decay(from_key)
+        seen = decay(sums - tl.where(is_plain, middle, 0.0)[None, :])
+        left = decay(tl.where(is_plain, middle, total)[None, :] - sums)
         enter = tl.where(is_plain, decay(middle), 1.0)
         cross = tl.where(is_plain, 1.0, decay(total))
         leave = tl.where(is_plain, decay(total - middle), 1.0)
@@ -123,6 +122,15 @@ def operands_kernel(
         tl.store(of_chunk + CROSS * K, cross, mask=inside)
         tl.store(of_chunk + LEAVE * K, leave, mask=inside)
         tl.store(of_chunk + TOTAL * K, total, mask=inside)
+
+    if not is_plain:
+        slowest = VANISHING
+        for first_key in range(0, K, BK):
+            own = load_tile(g, start, T, H, K, first_key, C, BK)
+            inside = (rows < T - start)[:, None] & (first_key + tl.arange(0, BK) < K)[None, :]
+            slowest = tl.maximum(slowest, tl.max(tl.where(inside, own, VANISHING)))
+        kind = tl.where(slowest <= VANISHING, -1, 0)
+    tl.store(kinds + index, kind)
 
 
 @jit
@@ -202,8 +210,8 @@ def walk_kernel(
 
     if SUMS:
         tl.store(own_total, state, mask=inside)
-        leads = (keys < K) & (first_value == 0)  # of the programs with these keys, one writes
-        tl.store(total_decays + segment_index * K + keys, log_decay, mask=leads)
+        # of the programs with these keys, one writes
+        tl.store(total_decays + segment_index * K + keys, log_decay, mask=(keys < K) & (first_value == 0))
 
 
 @jit
@@ -274,11 +282,6 @@ def correct_starts_kernel(
     tl.store(pointers, start + survives[:, None] * before, mask=inside)
 
 
-# Elements of a program's tile of the state: 32 fp32 registers a thread.
-_TILE = 4096
-_WARPS = 4
-
-
 @jit
 def step_kernel(
     q,  # [B, H, K]
@@ -315,5 +318,6 @@ def launch_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, o: Te
     """Launch on contiguous tensors: q, k, g [B, 1, H, K]; v, o [B, 1, H, V]; state [B, H, K, V], updated."""
     B, H, K, V = state.shape
     BK = next_power_of_2(K)
-    BV = min(next_power_of_2(V), max(1, _TILE // BK))
-    step_kernel[(B * H, cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=_WARPS)
+    # of a program's tile of the state 32 fp32 registers a thread
+    BV = min(next_power_of_2(V), max(1, 4096 // BK))
+    step_kernel[(B * H, cdiv(V, BV))](q, k, v, g, state, o, scale, K, V, BK=BK, BV=BV, num_warps=4)

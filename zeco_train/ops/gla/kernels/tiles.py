@@ -18,6 +18,8 @@ from zeco_train.kernels import jit
 # Factors of e^60 leave room for tokens of 1e12 in fp32 and bf16. Products of a query with a later key, up to e^120, may
 # overflow; they are dropped.
 LARGEST_EXPONENT: tl.constexpr = tl.constexpr(60.0)
+# fp32 rounds to 2^-24, and sums over a chunk are of up to 2^12 pairs in 2^8 channels: those of 2^-44 do not count.
+VANISHING: tl.constexpr = tl.constexpr(-44 * 0.6931472)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 if triton.knobs.runtime.interpret:
