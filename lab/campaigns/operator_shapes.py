@@ -373,6 +373,7 @@ def one_segment(case: Case) -> Iterator[None]:
     ):
         yield
         return
+    from zeco_train.kernels import replay
     from zeco_train.ops.delta.kernels import launch as of_delta
     from zeco_train.ops.gla.kernels import launch as of_gla
     from zeco_train.ops.gsa import kernels as of_gsa
@@ -386,8 +387,10 @@ def one_segment(case: Case) -> Iterator[None]:
         else (of_scalar, {"programs": 1})
     )
     plain = module.options_for
+    replay.forget()
     with mock.patch.object(module, "options_for", lambda *x: dataclasses.replace(plain(*x), **changes)):
         yield
+    replay.forget()
 
 
 def _position(case: Case) -> SequencePosition:
@@ -463,7 +466,7 @@ def sizes_of(case: Case, values: dict[str, Tensor], expected: dict[str, Tensor])
     """What the error of each result is relative to: its norm, or where numbers cancel a part of theirs."""
     sizes = {name: max(x.norm().item(), FLOOR * math.sqrt(x.numel())) for name, x in expected.items()}
     if "dg" in expected:
-        # What GLA calls q and dq, with the heads of dg; one token's k ⊙ dk is what a carry's gradient adds to it.
+        # What GLA calls q and dq, with the heads of dg; k ⊙ dk has what a carry's gradient adds to it.
         pairs = [(values["do"], expected["o"])] if case.operator == "gsa" else [(values["q"], expected["dq"])]
         if case.operator == "scalar_decay":
             pairs.append((values["k"], expected["dk"]))

@@ -158,6 +158,45 @@ def test_what_cannot_be_replayed_is_not_and_results_are_deleted(replay: Any, mon
     assert not found(x, y)
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: 2.0 if x[0] > 0.0 else 3.0,
+        lambda x: sum(x.tolist()),
+        lambda x: torch.ones(9)[: x.abs().sum().int()].sum(),
+    ],
+)
+def test_calls_in_which_values_are_read_are_not_recorded(replay: Any, read: Callable[[Tensor], Any]) -> None:
+    for _ in range(5):
+        x = torch.randn(3)
+
+        def steps(x: Tensor = x) -> Steps:
+            yield x * read(x), None
+            yield (yield)
+
+        assert torch.equal(_run(replay, [x], steps, x)[0][0], x * read(x))
+    assert [*replay._tapes.values()] == [False]
+
+
+def test_states_and_constants_are_checked_in_every_call(replay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix_module, "_call", lambda form, *tensors, steps: replay.call(form, tensors, steps))
+    qkv, state, decay = torch.randn(3, 1, 8, 2, 4).unbind(), torch.randn(1, 2, 4, 4), torch.full((2,), -0.1)
+    position = SequencePosition((0, 8), exchange=local_exchange())
+
+    def call(state: Tensor, decay: Tensor = decay) -> Tensor:
+        return mix_at("fixed_decay", [*qkv, decay], 1.0, position, StateInput(incoming_state=state))[0]
+
+    outputs = [call(state) for _ in range(4)]
+    assert all(map(callable, replay._tapes.values()))
+    assert torch.equal(outputs[0], outputs[3])
+    for wrong in (state[:, :1], state.double()[..., :1], torch.randn(1)):
+        with pytest.raises(ValueError, match=r"^incoming_state: "):
+            call(wrong)
+    with pytest.raises(ValueError, match=r"^log_decay: expected a constant"):
+        call(state, decay.clone().requires_grad_())
+
+
 def _launches(rank: int, world_size: int, cache: str) -> list[list[Any]]:
     from triton import knobs
 
@@ -250,13 +289,14 @@ def _unlike_first_calls(rank: int, world_size: int, cases: list[tuple[Any, ...]]
             for turn in range(4):
                 results = []
                 for run in (as_they_are, replayed):
-                    leaves = [tensors[each] * (1.0 - 0.1 * turn) for each in (*operator.operands, "R")]
-                    leaves = [x.detach().requires_grad_() for x in leaves]
+                    names = *operator.operands, "R"
+                    leaves = [tensors[each].detach() * (1.0 - 0.1 * turn) for each in names]
+                    wanted = [x.requires_grad_() for x, each in zip(leaves, names, strict=True) if each != "log_decay"]
                     with mock.patch.object(mix_module, "_call", run):
                         carried = StateInput(carry_in=leaves[-1], want_carry=True)
                         o, state_output = mix_at(name, leaves[:-1], 0.7, place, carried)
                         end = state_output.carry_out
-                        grads = torch.autograd.grad([o, end], leaves, [tensors["do"], tensors["D_in"]])
+                        grads = torch.autograd.grad([o, end], wanted, [tensors["do"], tensors["D_in"]])
                     results.append([o.detach(), end.detach(), *grads])
                 if not all(map(torch.equal, *results)):
                     found.append(f"{name}, call {turn}")

@@ -75,6 +75,10 @@ def causal_conv1d_fn(
     return act(convolution(frame, x, weight, bias)).to(hidden_states.dtype).transpose(1, 2)
 
 
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
 def delta_rule(
     frame: Frame,
     query: Tensor,
@@ -89,9 +93,8 @@ def delta_rule(
     """q, k [B, T, G, K], v [B, T, H, V], g [B, T, H] or [B, T, H, K] or None, beta [B, T, H] → o as v."""
     dtype = accumulation_dtype(value.dtype)
     if unit_norm:
-        # Of norm K^1/2, each by one kernel; strengths of beta/K make up for that in o, and in all gradients.
-        query, key = (F.rms_norm(x, x.shape[-1:], eps=1e-6 / x.shape[-1]) for x in (query, key))
-        beta = beta.to(dtype) / key.shape[-1]
+        # As both libraries: in fp32, whatever the tokens' dtype.
+        query, key = (_unit(x.to(dtype)) for x in (query, key))
     query, key = (x.to(value.dtype) for x in (query, key))
     operands = query, key, value, *(() if g is None else (g.to(dtype),)), beta.to(dtype)
     operator = "delta" if g is None else "kda" if g.dim() == 4 else "gated_delta"

@@ -105,7 +105,7 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
             raise AttachError("labels: missing in the data for evaluation, which gives a loss only")
         dist.all_reduce(loss, group=attached.group)
         # Of the last losses that it gathers, Trainer takes one for each sequence that is left, not one of each rank.
-        if (loader := accelerator.gradient_state.active_dataloader).end_of_dataloader:
+        if (loader := accelerator.gradient_state.active_dataloader) and loader.end_of_dataloader:
             loader.remainder *= attached.size
         return loss / attached.size, *others
 

@@ -1,14 +1,16 @@
 """Calls on a GPU: compiled at first, then recorded, then replayed without the Python that chose their launches.
 
 An operator's pass is some five kernels. Their sizes, tiles and options depend on the form of the call only, on shapes,
-strides, dtypes and alignments, and to find them again takes the host longer than the kernels run. So of each form
+strides, dtypes, devices and alignments, and to find them again takes the host longer than the kernels run. So of each
+form
 
 - before the first call the steps run once without launching: Triton compiles all kernels at once by several threads,
   mostly without Python's lock, instead of one at each launch (`kda`: 16 s). That run's results mean nothing.
 - The second call is recorded: every torch function and every launch is a line of Python.
 - Later ones run these lines. A result is deleted after the last line that takes it.
 
-What tensors hold may change no step: the host would have to wait for it.
+What tensors hold may change no step: the host would have to wait for it. A call in which torch functions read it is not
+recorded. Who patches how kernels are launched calls `forget` before and after.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ Steps = Generator[Any, Tensor | None, None]
 _PARTS = 3
 # Triton compiles anew for sizes that divide by 16; tokens come in chunks of 64.
 _LENGTHS = 16 * 64
-_MOST_FORMS = 1024
+_MOST_FORMS, _MOST_LINES = 1024, 1000
+# Torch functions that tell what a tensor holds.
+_READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select"}
+_READS |= {"__bool__", "__int__", "__float__", "__index__", "__contains__"}
 
 # By form: None after one call, False if it cannot be recorded.
 _tapes: dict[Hashable, Callable[..., Steps] | bool | None] = {}
@@ -72,6 +77,11 @@ def call(form: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], S
     return steps()
 
 
+def forget() -> None:
+    """Forget all records."""
+    _tapes.clear()
+
+
 def _is_observed() -> bool:
     """Whether launches have to be Triton's own, or are none."""
     runtime = knobs.runtime
@@ -80,7 +90,7 @@ def _is_observed() -> bool:
     return bool(hooked or runtime.interpret or runtime.debug or knobs.compilation.instrumentation_mode)
 
 
-# All kernels at once, before the first call of a kind; errors of the compiler are those of the later launch.
+# All kernels at once, before the first call of a kind. A kernel that does not compile is an error where it is launched.
 def _compile(form: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], Steps]) -> None:
     # Lengths of one kind have the same kernels.
     kinds = [x if x is None else (x.dtype, x.shape[2:], gcd(x.shape[1:2].numel(), _LENGTHS)) for x in tensors]
@@ -124,6 +134,7 @@ class Recording(TorchFunctionMode):
             finally:
                 del local.recording
             self._lines.append(f"yield {self._text(result)}")
+            self._is_whole &= len(self._lines) < _MOST_LINES
             _tapes[self._key] = self._is_whole and (self._tape() if part == _PARTS else None)
             received = yield result
 
@@ -131,7 +142,12 @@ class Recording(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call it, and record it unless it only tells something about tensors."""
-        result = function(*args, **(kwargs or {}))
+        local.recording = None  # a kernel that the function launches is the function's
+        try:
+            result = function(*args, **(kwargs or {}))
+        finally:
+            local.recording = self
+        self._is_whole &= getattr(function, "__name__", "") not in _READS
         if result is None or _has_tensors(result):
             given = [*map(self._text, args), *(f"{name}={self._text(x)}" for name, x in (kwargs or {}).items())]
             self._lines.append(f"{self._named(result)} = {self._text(function)}({', '.join(given)})")
@@ -146,7 +162,7 @@ class Recording(TorchFunctionMode):
 
     def _named(self, x: Any) -> str:
         if isinstance(x, (tuple, list)):
-            return "".join(f"{self._named(each)}, " for each in x)
+            return f"[{', '.join(map(self._named, x))}]"
         name = f"x{next(self._count)}"
         if isinstance(x, Tensor):
             self._names[x] = name
@@ -158,9 +174,13 @@ class Recording(TorchFunctionMode):
             return self._names.get(x, "None")
         if _has_tensors(x):
             return f"[{', '.join(map(self._text, x))}]"
+        if type(x) in (int, bool, type(None)):
+            return repr(x)
+        parts = (x.start, x.stop, x.step) if type(x) is slice else ()
+        self._is_whole &= not (isinstance(x, (dict, torch.UntypedStorage, torch.TypedStorage)) or _has_tensors(parts))
         name = f"c{len(self._fixed)}"
         self._fixed[name] = x
-        return repr(x) if type(x) in (int, bool, type(None)) else name
+        return name
 
     def _tape(self) -> Callable[..., Steps]:
         seen, lines = set[str](), list[str]()
@@ -169,7 +189,7 @@ class Recording(TorchFunctionMode):
             seen |= last
             lines.append(f" {line}" + (f"; del {', '.join(sorted(last))}" if last else ""))
         exec("\n".join([f"def tape({', '.join(self._inputs)}):", *reversed(lines)]), self._fixed)
-        return cast(Callable[..., Steps], self._fixed["tape"])
+        return cast(Callable[..., Steps], self._fixed.pop("tape"))
 
 
 def _has_tensors(x: Any) -> bool:

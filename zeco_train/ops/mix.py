@@ -106,7 +106,7 @@ def mix_beside(
     beside: tuple[Any, ...] = ([], None) if aside is None else ([aside.x, aside.weight, *aside.more], aside.edge)
     where = position.handle, position.doc_ids
     call = _under_autograd if _is_plain(operands) else torch.ops.zeco.mix
-    o, received, carry_out, _, _, y = call(list(operands), operator, scale, *where, *state_input, *beside)
+    o, received, carry_out, _, _, y = call(list(operands), operator, float(scale), *where, *state_input, *beside)
     return o, StateOutput(received, carry_out), y[0] if y else None
 
 
@@ -149,6 +149,8 @@ def _mix(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     chosen, exchange = operator_of(operator, operands), exchange_of(handle)
     chosen.check_carries(carry_in, want_carry)
+    if "log_decay" in chosen.operands and operands[-1].requires_grad:
+        raise ValueError("log_decay: expected a constant, got a tensor that requires a gradient; use scalar_decay")
     wanted = want_carry or chosen.reads_whole
     passed, sends = _passes_through(exchange, carry_in, want_carry), wanted or not exchange.is_last
     like, is_first_pass = operands[chosen.output], incoming_state is None
@@ -171,8 +173,9 @@ def _mix(
 
     # Triton and streams use the current device.
     with torch.cuda.device_of(like), _without_autocast(like):
-        given = carry_in if is_first_pass else incoming_state
-        form = "forward", chosen, scale, passed, sends, is_first_pass, from_zero, _is_aligned(given)
+        # What the scan takes, it checks; a given state is checked by the steps, once for its kind.
+        given = None if incoming_state is None else (incoming_state.shape, incoming_state.dtype, incoming_state.device)
+        form = "forward", chosen, scale, passed, sends, from_zero, given
         call = _call(form, *operands, doc_ids, steps=steps)
         state, transition, is_read = next(call)
         pending = None
@@ -196,11 +199,6 @@ def _mix(
             # Over one rank a scan returns carry_in itself, and the output of a custom op must not alias an input.
             received = received.clone() if received is carry_in else received
         return o, received, carry_out, transition, saved, beside
-
-
-# As Triton assumes of what it has compiled for; a state that is sent into a call is not among its tensors.
-def _is_aligned(x: Tensor | None) -> bool:
-    return x is None or x.data_ptr() % 16 == 0
 
 
 # The steps of a pass (`zeco_train.kernels.replay`), as they are or replayed.
@@ -281,7 +279,7 @@ def _mix_backward(
         yield [grad.contiguous() for grad in local.operand_grads((yield))]
 
     with torch.cuda.device_of(do), _without_autocast(do):
-        form = "backward", chosen, scale, sends, from_zero, _is_aligned(dcarry_out)
+        form = "backward", chosen, scale, sends, from_zero
         call = _call(form, *operands, do, *saved, incoming_state, doc_ids, steps=steps)
         grad, is_read = next(call)
         carry = dcarry_out if is_read or not exchange.is_last or dcarry_out is not None else grad

@@ -132,10 +132,6 @@ class _ScalarDecayForward(ForwardBase):
 
     def __post_init__(self, operands: Sequence[Tensor]) -> None:
         if self.fixed:
-            if operands[3].requires_grad:
-                raise ValueError(
-                    "log_decay: expected a constant, got a tensor that requires a gradient; use scalar_decay"
-                )
             operands = _expanded(operands)
         self._chunks = _Chunks(operands, self.scale, self.doc_ids)
         self._states = self._chunks.local_states()

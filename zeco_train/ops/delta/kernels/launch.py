@@ -295,9 +295,9 @@ class DeltaKernels:
     def join(
         self, states: Tensor, transitions: Tensor, start: Tensor | None = None, *, reverse: bool = False
     ) -> Tensor:
-        """States at the segments' borders, from `start` all but the last, from 0 all J + 1, but the 0 is not written.
+        """States at the segments' borders: with `start` those before each, `starts_shape`; from 0 those after each, too.
 
-        With the transitions in place of states the transition of all segments, [B, H, K, K].
+        The 0 itself is not written. With the transitions in place of states the transition of all, [B, H, K, K].
         """
         width, product = states.shape[-1], states is transitions
         if product or start is not None:
