@@ -295,7 +295,7 @@ class DeltaKernels:
     def join(
         self, states: Tensor, transitions: Tensor, start: Tensor | None = None, *, reverse: bool = False
     ) -> Tensor:
-        """States at the segments' borders: with `start` those before each, `starts_shape`; from 0 those after each, too.
+        """States at the segments' borders: with `start` those before each, `starts_shape`; from 0 also after the last.
 
         The 0 itself is not written. With the transitions in place of states the transition of all, [B, H, K, K].
         """
