@@ -84,6 +84,10 @@ def test_table_has_the_longest_of_each_setting(tmp_path: Path, monkeypatch: pyte
     expected = {("none", "dp"): 9728, ("none", "zeco"): 4096, ("full", "dp"): 29_696, ("full", "zeco"): 19_456}
     assert found == {(name, *rest): tokens for name in ("zero1", "torch_ddp") for rest, tokens in expected.items()}
     assert all(row["memory_gb"] == row["tokens"] / 1e6 for row in rows)
+    # A search that is cut has said what it tried.
+    tried = [line.split(" after")[0] for line in outcome.out.splitlines() if " after " in line]
+    assert {"9,728 tokens: trained", "10,240 tokens: out of memory"} <= {*tried}
+    assert len(tried) == len(started)
     assert all({"train.device=cpu", "train.steps=2", "parallel.timeout_seconds=120.0"} <= {*each} for each in started)
 
 

@@ -154,7 +154,7 @@ def run(config: LongestConfig, session: Session, report: Report) -> None:
         except ConfigError as error:
             report.add([{**row, "model": config.model, "note": f"refused: {error}"}])
             continue
-        row |= {"model": trials.run.model.name} | _search(trials, planned)
+        row |= {"model": trials.run.model.name} | _search(trials, planned, report)
         if "note" in row:
             report.fail(f"{_name(setting)}: {row['note']}")
         report.add([row])
@@ -168,14 +168,19 @@ def _name(setting: tuple[int | None, Strategy, Recompute, str]) -> str:
     return f"{variant}, {strategy.name}, recompute={recompute.name}" + ("" if every is None else f", every={every}")
 
 
-def _search(trials: Trials, planned: int | None) -> Row:
+def _search(trials: Trials, planned: int | None, report: Report) -> Row:
     config, run = trials.config, trials.run
     unit = config.unit * run.train.segments * (config.ranks if run.sp.spec.scans else 1)
     row: Row = {"planned_tokens": planned}
+
+    def fits(number: int) -> bool:
+        began, is_trained = time.monotonic(), trials.fits(number * unit)
+        how = "trained" if is_trained else "out of memory"
+        report.note(f"{number * unit:,} tokens: {how} after {time.monotonic() - began:.0f} s")
+        return is_trained
+
     try:
-        found = unit * largest(
-            lambda number: trials.fits(number * unit), (planned or 0) // unit, config.most // unit, config.precision
-        )
+        found = unit * largest(fits, (planned or 0) // unit, config.most // unit, config.precision)
     except FailedTrialError as error:
         row["note"] = f"at least; stopped by {error}" if (found := trials.longest.get("seq_len", 0)) else str(error)
     last = {name: trials.longest.get(name) for name in ("memory_gb", "tokens_per_second")}
