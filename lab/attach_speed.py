@@ -1,6 +1,6 @@
 """Question: what does an attached model of transformers pay for its sequence over ranks, beside one GPU and Ulysses?
 Command: torchrun --standalone --nproc-per-node 2 -m lab.attach_speed [linear mamba2 hybrid olmo operator] [--tiny]
-    torchrun --standalone --nproc-per-node 2 -m lab.peers.tuned lab.attach_speed fla   # a process of its own
+    torchrun --standalone --nproc-per-node 2 -m lab.peers.tuned lab.attach_speed fla   # fla, with its kernels tuned
 Date: 2026-11-28, two H200s, then two H100s, transformers 5.17
 Answer: 0.97 and 0.985 of one GPU's tokens/s a GPU where all layers are linear, 0.86 by Ulysses; OLMo-Hybrid with
     documents 0.95: docs/attach.md. The H200s' figures are of a longer script with the same models and loops, which also

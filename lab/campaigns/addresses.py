@@ -26,8 +26,25 @@ import numpy as np
 import torch
 
 from lab.campaigns.descriptors import listing_of, usage
-
-Vector = np.ndarray  # uint32, or bool of a predicate: of each thread, or one for all
+from lab.campaigns.thread_values import (
+    UNKNOWN_FOR_ALL,
+    State,
+    Value,
+    Vector,
+    bit_table,
+    common,
+    constant,
+    freed,
+    from_first_lane,
+    joined,
+    narrowed,
+    permuted,
+    same,
+    shift_left,
+    shift_right,
+    shift_signed,
+    signed,
+)
 
 _LINE = re.compile(r"^(?:\s*/\*[0-9a-f]{4,}\*/)?\s+(?:@(!?)(%?U?[Pp]\w+)\s+)?([a-zA-Z][\w.:]*)\s*([^;]*?)\s*;")
 _LABEL = re.compile(r"^\s*([.$]L\w+):")
@@ -44,16 +61,6 @@ _COMPARED: dict[str, Callable[..., Vector]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
-
-
-class Value(NamedTuple):
-    """Of a register in each thread; `free`: plus a number that is not known, but the same in all threads."""
-
-    vector: Vector
-    free: bool = False
-
-
-State = dict[str, Value]
 
 
 class Instruction(NamedTuple):
@@ -117,14 +124,14 @@ class Program:
         vectors = [value.vector for value in values]
         if not any(value.free for value in values):
             found = self.function(name, kinds, vectors)
-            return None if found is None else Value(_narrowed(found))
+            return None if found is None else Value(narrowed(found))
         if all(vector.size == 1 for vector in vectors):
             return Value(np.zeros(1, dtype=bool if name == "setp" else vectors[0].dtype), True)
         if name in ("selp", "SEL"):
-            return _joined(*values[:2]) if vectors[2].size == 1 else None
+            return joined(*values[:2]) if vectors[2].size == 1 else None
         if name in _LINEAR and (name not in _SCALING or self._scales(name, kinds, values)):
             found = self.function(name, kinds, vectors)
-            return None if found is None else _freed(found)
+            return None if found is None else freed(found)
         return None
 
     def _scales(self, name: str, kinds: list[str], values: list[Value]) -> bool:
@@ -148,10 +155,10 @@ class Program:
             if start not in entries:
                 entries[start] = state.copy()
             else:
-                common = _common(entries[start], state)
-                if len(common) == len(entries[start]) and all(x is common[name] for name, x in entries[start].items()):
+                agreed = common(entries[start], state)
+                if len(agreed) == len(entries[start]) and all(x is agreed[name] for name, x in entries[start].items()):
                     return
-                entries[start] = common
+                entries[start] = agreed
             pending.add(start)
 
         def walk(start: int, settled: bool) -> None:
@@ -215,7 +222,7 @@ class Program:
         for name, new in zip(names, [*results, *[None] * len(names)], strict=False):
             old = state.pop(name, None)
             if guard is None or guard.free:
-                new = _same(old, new) if guard is None else _joined(old, new)
+                new = same(old, new) if guard is None else joined(old, new)
             elif not guard.vector.all():
                 if not guard.vector.any():
                     new = old
@@ -249,98 +256,8 @@ class Program:
         values = [part for part in parts if part is not None]
         if len(values) < len(parts):
             return None
-        found = sum((value.vector for value in values), start=_constant(0))
-        return _freed(found) if any(value.free for value in values) else Value(_narrowed(found))
-
-
-def _constant(number: int) -> Vector:
-    return np.array([number & 0xFFFFFFFF], dtype=np.uint32)
-
-
-UNKNOWN_FOR_ALL = Value(_constant(0), True)
-
-
-def _narrowed(x: Vector) -> Vector:
-    return x[:1] if x.size > 1 and (x == x[0]).all() else x
-
-
-def _freed(x: Vector) -> Value:
-    return Value(_narrowed(x - x[:1]), True)
-
-
-def _same(a: Value | None, b: Value | None) -> Value | None:
-    """Either, if both are known to be the same number."""
-    if a is None or b is None or a.free or b.free or a.vector.dtype != b.vector.dtype:
-        return None
-    return a if (a.vector == b.vector).all() else None
-
-
-def _joined(a: Value | None, b: Value | None) -> Value | None:
-    """What is known of a number that is one of both, in all threads the same one; a itself, if nothing less."""
-    if a is b:
-        return a
-    if a is None or b is None or a.vector.dtype != b.vector.dtype:
-        return None
-    if a.vector.dtype == bool:
-        if a.vector.size > 1 or b.vector.size > 1:
-            return _same(a, b)
-        return a if a.free or _same(a, b) else Value(a.vector, True)
-    difference = a.vector - b.vector
-    if (difference != difference[0]).any():
-        return None
-    return a if a.free or not (b.free or difference[0]) else _freed(a.vector)
-
-
-def _common(first: State, second: State) -> State:
-    """What both agree on."""
-    found = {}
-    for name, x in first.items():
-        if (both := _joined(x, second.get(name))) is not None:
-            found[name] = both
-    return found
-
-
-def _signed(x: Vector) -> Vector:
-    return x.view(np.int32)
-
-
-def _shift_left(x: Vector, by: Vector) -> Vector:
-    return np.where(by > 31, np.uint32(0), x << (by & 31))
-
-
-def _shift_right(x: Vector, by: Vector) -> Vector:
-    return np.where(by > 31, np.uint32(0), x >> (by & 31))
-
-
-def _shift_signed(x: Vector, by: Vector) -> Vector:
-    return (_signed(x) >> np.minimum(by, 31).astype(np.int32)).view(np.uint32)
-
-
-def _table(a: Vector, b: Vector, c: Vector, table: int) -> Vector:
-    """Bit by bit, the bit of `table` that the three bits number."""
-    found = _constant(0)
-    for case in range(8):
-        if table >> case & 1:
-            found = found | ((a if case & 4 else ~a) & (b if case & 2 else ~b) & (c if case & 1 else ~c))
-    return found
-
-
-def _permute(a: Vector, b: Vector, selector: Vector) -> Vector | None:
-    """The bytes of b and a that the four digits of the selector number."""
-    if selector.size > 1 or int(selector[0]) & 0x8888:
-        return None
-    found = _constant(0)
-    for position in range(4):
-        digit = int(selector[0]) >> 4 * position & 7
-        found = found | (((b if digit & 4 else a) >> np.uint32(8 * (digit & 3)) & 0xFF) << np.uint32(8 * position))
-    return found
-
-
-def _from_first_lane(given: list[Value | None]) -> Value | None:
-    x, lane = given[:2]
-    if x is None or lane is None or lane.vector.any():
-        return None
-    return x if x.vector.size == 1 else Value(np.repeat(x.vector[::32], 32), x.free)
+        found = sum((value.vector for value in values), start=constant(0))
+        return freed(found) if any(value.free for value in values) else Value(narrowed(found))
 
 
 class Ptx(Program):
@@ -371,9 +288,9 @@ class Ptx(Program):
         parts: list[Value | None] = []
         for term in re.findall(r"-?[%\w.]+", operand.strip("[] ")):
             if _INTEGER.match(term):
-                parts.append(Value(_constant(int(term, 0))))
+                parts.append(Value(constant(int(term, 0))))
             elif term in ("global_smem", "%tid.y", "%tid.z"):
-                parts.append(Value(_constant(0)))
+                parts.append(Value(constant(0)))
             elif term.startswith("%ctaid"):
                 parts.append(UNKNOWN_FOR_ALL)
             else:
@@ -392,48 +309,48 @@ class Ptx(Program):
             return None
         given = [self.value(operand.removeprefix("!"), state) for operand in x.operands[1:]]
         if name == "shfl":
-            return _from_first_lane(given) if kinds[1] == "idx" else None
+            return from_first_lane(given) if kinds[1] == "idx" else None
         if name == "and" and kinds[-1] != "pred" and any(y and not y.free and not y.vector.any() for y in given):
-            return Value(_constant(0))  # whatever the other is
+            return Value(constant(0))  # whatever the other is
         if name == "selp" and given[2] is None:
-            return _same(*given[:2])
+            return same(*given[:2])
         return self.computed(name, kinds, given)
 
     def function(self, name: str, kinds: list[str], values: list[Vector]) -> Vector | None:
-        a, b, c = [*values, *[_constant(0)] * 2][:3]
+        a, b, c = [*values, *[constant(0)] * 2][:3]
         kind = kinds[-1] if kinds else ""
         if name == "setp":
-            wide = (_signed(a), _signed(b)) if kind == "s32" else (a, b)
+            wide = (signed(a), signed(b)) if kind == "s32" else (a, b)
             return _COMPARED[kinds[0]](*wide) if len(kinds) == 2 else None
         if name == "selp":
             return np.where(c, a, b)
         if name == "shr":
-            return _shift_signed(a, b) if kind == "s32" else _shift_right(a, b)
+            return shift_signed(a, b) if kind == "s32" else shift_right(a, b)
         if name in ("min", "max"):
             pick = np.minimum if name == "min" else np.maximum
-            return pick(_signed(a), _signed(b)).view(np.uint32) if kind == "s32" else pick(a, b)
+            return pick(signed(a), signed(b)).view(np.uint32) if kind == "s32" else pick(a, b)
         if name == "bfe":
-            moved = _shift_left(a, 32 - b - c)  # fields that end within the word
-            return _shift_right(moved, 32 - c) if kind == "u32" else _shift_signed(moved, 32 - c)
+            moved = shift_left(a, 32 - b - c)  # fields that end within the word
+            return shift_right(moved, 32 - c) if kind == "u32" else shift_signed(moved, 32 - c)
         if name == "bfi":
             place, length = c, values[3]
-            mask = _shift_left(_shift_left(_constant(1), length) - 1, place)
-            return (_shift_left(a, place) & mask) | (b & ~mask)
+            mask = shift_left(shift_left(constant(1), length) - 1, place)
+            return (shift_left(a, place) & mask) | (b & ~mask)
         if name == "lop3":
-            return _table(a, b, c, int(values[3][0]))
+            return bit_table(a, b, c, int(values[3][0]))
         if name == "shf" and kinds[1:] == ["wrap", "b32"]:
             by = c & 31
             left, right = (b, a) if kinds[0] == "l" else (a, b)
             other = 32 - by
             return (
-                _shift_left(left, by) | _shift_right(right, other)
+                shift_left(left, by) | shift_right(right, other)
                 if kinds[0] == "l"
-                else _shift_right(left, by) | _shift_left(right, other)
+                else shift_right(left, by) | shift_left(right, other)
             )
         simple: dict[str, Callable[[], Vector | None]] = {
-            "mov": lambda: a, "shl": lambda: _shift_left(a, b), "and": lambda: a & b,
+            "mov": lambda: a, "shl": lambda: shift_left(a, b), "and": lambda: a & b,
             "or": lambda: a | b, "xor": lambda: a ^ b, "not": lambda: ~a, "add": lambda: a + b, "sub": lambda: a - b,
-            "neg": lambda: _constant(0) - a, "prmt": lambda: _permute(a, b, c),
+            "neg": lambda: constant(0) - a, "prmt": lambda: permuted(a, b, c),
             "mul": lambda: a * b if kinds[0] == "lo" else None,
             "mad": lambda: a * b + c if kinds[0] == "lo" else None,
         }  # fmt: skip
@@ -485,18 +402,18 @@ class Sass(Program):
             terms = operand.strip("[]").split("+")
             return self.total([self.value(term.removesuffix(".reuse"), state) for term in terms])
         if operand in ("RZ", "URZ"):
-            return Value(_constant(0))
+            return Value(constant(0))
         if operand in ("PT", "UPT"):
             return Value(np.array([True]))
         if operand.startswith("c[0x0][0x"):
             return UNKNOWN_FOR_ALL
         if _INTEGER.match(operand):
-            return Value(_constant(int(operand, 0)))
+            return Value(constant(int(operand, 0)))
         if operand[:1] in "!~-":
             found = self.value(operand[1:], state)
             if found is None or (operand[0] == "~" and found.free):
                 return None
-            return Value(_constant(0) - found.vector if operand[0] == "-" else ~found.vector, found.free)
+            return Value(constant(0) - found.vector if operand[0] == "-" else ~found.vector, found.free)
         return state.get(operand)
 
     def result(self, x: Instruction, state: State) -> Value | tuple[Value | None, ...] | None:
@@ -524,7 +441,7 @@ class Sass(Program):
             return self._packed(rest, state) if not kinds else None
         given = [self.value(operand, state) for operand in rest]
         if name == "SHFL":
-            return _from_first_lane(given) if kinds == ["IDX"] else None
+            return from_first_lane(given) if kinds == ["IDX"] else None
         name = name.removeprefix("U")
         if name == "LEA" and not kinds and rest[2] == "0x18" and given[0] is None and given[1] is not None:
             # the base of shared memory: 0 is where the program's begins
@@ -532,7 +449,7 @@ class Sass(Program):
         if "X" in kinds:
             return None
         if name == "SEL" and given[2] is None:
-            return _same(*given[:2])
+            return same(*given[:2])
         if name == "LOP3":
             given = _without_unread(given)
         found = self.computed(name, kinds, given)
@@ -561,12 +478,12 @@ class Sass(Program):
         if any(value.free for value in values):
             is_one = a.size == b.size == also.size == 1
             return (Value(np.zeros(1, dtype=bool), True),) * 2 if is_one else None
-        found = comparison(*((a, b) if "U32" in kinds else (_signed(a), _signed(b))))
+        found = comparison(*((a, b) if "U32" in kinds else (signed(a), signed(b))))
         join = {"AND": np.logical_and, "OR": np.logical_or, "XOR": np.logical_xor}[kinds[-1]]
-        return Value(_narrowed(join(found, also))), Value(_narrowed(join(~found, also)))
+        return Value(narrowed(join(found, also))), Value(narrowed(join(~found, also)))
 
     def function(self, name: str, kinds: list[str], values: list[Vector]) -> Vector | None:
-        a, b, c = [*values, *[_constant(0)] * 2][:3]
+        a, b, c = [*values, *[constant(0)] * 2][:3]
         if name in ("MOV", "R2UR"):
             return a
         if name == "IMAD":
@@ -576,28 +493,28 @@ class Sass(Program):
         if name == "VIADD":
             return a + b
         if name == "LOP3":
-            return _table(a, b, c, int(values[3][0]))
+            return bit_table(a, b, c, int(values[3][0]))
         if name == "LEA":
             if kinds == ["HI"]:
                 by = values[3]
-                return _shift_left(c, by) + _shift_right(a, 32 - by) + b
-            return _shift_left(a, c) + b if not kinds else None
+                return shift_left(c, by) + shift_right(a, 32 - by) + b
+            return shift_left(a, c) + b if not kinds else None
         if name == "SHF":
             if kinds == ["L", "U32"]:
-                return _shift_left(a, b)
+                return shift_left(a, b)
             if kinds[0] == "R" and kinds[-1] == "HI" and "W" not in kinds:
-                return _shift_right(c, b) if "U32" in kinds else _shift_signed(c, b) if "S32" in kinds else None
+                return shift_right(c, b) if "U32" in kinds else shift_signed(c, b) if "S32" in kinds else None
             return None
         if name == "SGXT":
-            moved = _shift_left(a, 32 - b)
-            return _shift_right(moved, 32 - b) if kinds == ["U32"] else _shift_signed(moved, 32 - b)
+            moved = shift_left(a, 32 - b)
+            return shift_right(moved, 32 - b) if kinds == ["U32"] else shift_signed(moved, 32 - b)
         if name == "PRMT":
-            return _permute(a, c, b)
+            return permuted(a, c, b)
         if name == "SEL":
             return np.where(c, a, b)
         if name in ("IMNMX", "VIMNMX"):
-            low = np.minimum(a, b) if "U32" in kinds else np.minimum(_signed(a), _signed(b)).view(np.uint32)
-            high = np.maximum(a, b) if "U32" in kinds else np.maximum(_signed(a), _signed(b)).view(np.uint32)
+            low = np.minimum(a, b) if "U32" in kinds else np.minimum(signed(a), signed(b)).view(np.uint32)
+            high = np.maximum(a, b) if "U32" in kinds else np.maximum(signed(a), signed(b)).view(np.uint32)
             return np.where(c, low, high)
         return None
 
@@ -607,8 +524,8 @@ def _without_unread(given: list[Value | None]) -> list[Value | None]:
     a, b, c, table, *_ = given
     if c is not None or a is None or b is None or table is None or a.free or b.free:
         return given
-    number, zero = int(table.vector[0]), _constant(0)
-    if (_table(a.vector, b.vector, zero, number) == _table(a.vector, b.vector, ~zero, number)).all():
+    number, zero = int(table.vector[0]), constant(0)
+    if (bit_table(a.vector, b.vector, zero, number) == bit_table(a.vector, b.vector, ~zero, number)).all():
         return [a, b, Value(zero), table]
     return given
 
@@ -648,7 +565,7 @@ def judged(ptx: str, listing: str) -> Judged:
 
 
 def _pattern(vector: bytes) -> bytes:
-    """Addresses relative to that of the first thread."""
+    """How far each thread's address is from the first thread's."""
     x = np.frombuffer(vector, dtype=np.uint32)
     return (x - x[:1]).tobytes()
 

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -19,11 +19,14 @@ from tests.support.distributed import run_distributed
 from tests.support.kernel_cases import KernelCase
 from zeco_train.ops import mix as mix_module
 from zeco_train.ops.layer_states import StateInput
-from zeco_train.ops.mix import Steps, mix_at
+from zeco_train.ops.mix import mix_at
 from zeco_train.ops.operator import Target, assume
 from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
+
+if TYPE_CHECKING:
+    from zeco_train.kernels.replay import Steps
 
 
 @pytest.fixture

@@ -35,14 +35,16 @@ from triton.runtime import _async_compile, driver
 logger = logging.getLogger(__name__)
 
 # Of a pass: until its scan, which yields the state to send first; beside the scan; and, sent what it received, the end.
-Steps = Generator[Any, Tensor | None, None]
+Steps = Generator[Any, Any, None]
 _PARTS = 3
 # Triton compiles anew for sizes that divide by 16; tokens come in chunks of 64.
 _LENGTHS = 16 * 64
 _MOST_FORMS, _MOST_LINES = 1024, 1000
 # Torch functions that tell what a tensor holds.
-_READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select"}
-_READS |= {"__bool__", "__int__", "__float__", "__index__", "__contains__"}
+_READS = {
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select", "__bool__",
+    "__int__", "__float__", "__index__", "__contains__",
+}  # fmt: skip
 
 # By form: None after one call, False if it cannot be recorded.
 _tapes: dict[Hashable, Callable[..., Steps] | bool | None] = {}

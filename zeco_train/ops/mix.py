@@ -16,10 +16,10 @@ compute that overlaps it, and a compiled block has no graph break.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ from zeco_train.ops.position import SequencePosition
 from zeco_train.ops.rows import by_rows
 from zeco_train.ops.seam import Exchange, LaunchedScan, ScanRequest, adjoint, exchange_of
 
-# Of a pass: they yield the state that this rank sends, then nothing, and are sent the one that it received.
-Steps = Generator[Any, Any, None]
+if TYPE_CHECKING:
+    from zeco_train.kernels.replay import Steps
 
 
 def mix(
