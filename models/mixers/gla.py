@@ -8,6 +8,7 @@ decays alone: there is no maximum sequence length.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self, cast
@@ -31,9 +32,15 @@ class FeatureMap(Enum):
     silu = "silu"
     sigmoid = "sigmoid"
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def function(self) -> Callable[[Tensor], Tensor]:
+        """The function itself, since torch 2.11 compiles no call of an enumeration's member."""
         # The others are torch's functions of these names.
-        return F.relu(x).square() if self is FeatureMap.sqrelu else getattr(F, self.value)(x)
+        return _squared_relu if self is FeatureMap.sqrelu else getattr(F, self.value)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
 
 
 @dataclass
@@ -122,7 +129,8 @@ class GatedLinearAttention(OperatorMixer):
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
         self.state_shapes = ((config.num_heads, self.head_k_dim, self.head_v_dim),)
         self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
-        self.num_kv_groups, self.feature_map = config.num_kv_groups, config.feature_map
+        self.num_kv_groups = config.num_kv_groups
+        self.feature_map = config.feature_map and config.feature_map.function
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = Projection(width, config.key_dim)
         self.k_proj = Projection(width, config.key_dim // groups)

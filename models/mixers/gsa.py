@@ -70,7 +70,7 @@ class GatedSlotAttention(OperatorMixer):
         self.head_dims = config.head_k_dim, config.head_k_dim, config.head_v_dim, slots
         self.state_shapes = (heads, slots, config.head_k_dim), (heads, slots, config.head_v_dim)
         self.gate_logit_normalizer, self.num_kv_groups = config.gate_logit_normalizer, groups
-        self.feature_map = config.feature_map
+        self.feature_map = config.feature_map and config.feature_map.function
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = Projection(width, config.key_dim)
         self.k_proj = Projection(width, config.key_dim // groups)

@@ -10,6 +10,7 @@ this layer adds nothing.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -157,14 +158,10 @@ class LinearFeatureMap(Enum):
     relu = "relu"
     identity = "identity"
 
-    def __call__(self, x: Tensor) -> Tensor:
-        match self:
-            case LinearFeatureMap.elu:
-                return _elu_plus_one(x) if torch.compiler.is_compiling() else _EluPlusOne.apply(x)
-            case LinearFeatureMap.relu:
-                return F.relu(x)
-            case LinearFeatureMap.identity:
-                return x
+    @property
+    def function(self) -> Callable[[Tensor], Tensor]:
+        """The function itself, see `models.mixers.gla.FeatureMap`."""
+        return {"elu": _elu, "relu": F.relu, "identity": _identity}[self.value]
 
 
 @dataclass
@@ -199,10 +196,18 @@ class LinearAttention(FeatureMapAttention):
     def __init__(self, config: LinearAttentionConfig, layer: int) -> None:
         scale = config.head.query**-0.5
         super().__init__(config, layer, scale=scale, has_normaliser=config.normaliser, has_norm=True)
-        self.feature_map = config.feature_map
+        self.feature_map = config.feature_map.function
 
     def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.feature_map(q), self.feature_map(k)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _elu(x: Tensor) -> Tensor:
+    return _elu_plus_one(x) if torch.compiler.is_compiling() else _EluPlusOne.apply(x)
 
 
 # e^x for x ≤ 0, rounded once.
