@@ -461,7 +461,8 @@ def test_bf16_stays_close_to_fp64(name: str) -> None:
 @pytest.mark.parametrize("feature_map", [*FeatureMap, *LinearFeatureMap])
 def test_feature_maps_are_functions(feature_map: FeatureMap | LinearFeatureMap) -> None:
     """torch 2.11 compiles no call of an enumeration's member."""
-    assert not callable(feature_map) and isinstance(feature_map.function(torch.ones(1)), Tensor)
+    assert not callable(feature_map)
+    assert feature_map.function(torch.ones(1)).shape == (1,)
 
 
 def test_sequences_of_a_batch_step_at_their_own_positions() -> None:
