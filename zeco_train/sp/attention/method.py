@@ -85,7 +85,7 @@ class AttentionLoad(NamedTuple):
     wide: int  # bytes per element of sums and gradients
     nodes: int = 1  # over which the ranks are spread
     replayed: bool = False  # the backward pass has only what the layer itself keeps
-    batch: int = 1  # sequences, of which only the number of messages depends: bytes are of one
+    batch: int = 1  # sequences, on which only messages depend: their number, and what is hidden; bytes are of one
     computed: int | None = None  # bytes per element of gradients as a kernel gives them, before sums; None: `wide`
 
     @property
