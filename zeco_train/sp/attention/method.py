@@ -107,7 +107,7 @@ class MethodCosts(NamedTuple):
     exchanges: tuple[int, int]  # messages of a forward and of a backward pass, one after another
     held: float  # bytes at the peak of the backward pass beside the tensors that the layer lists itself
     slowest: float = 1.0  # work of the rank with the most, relative to the mean
-    hidden: float = 0.0  # part of the messages that travels while attention is computed, if that takes as long
+    hidden: tuple[float, float] = (0.0, 0.0)  # parts of both passes' messages that travel under compute as long
     kept: float = 0.0  # bytes for the backward pass, beside those of the layer
 
     @property

@@ -52,7 +52,7 @@ class PipelinedAttention(ShardedAttention):
     ) -> Attended | AttendedHeads:
         parts = zip(*(self._in_parts(x, k.shape[2], bounds) for x in (q, k, v)), strict=True)
         found = _in_turns([self.forward_steps(qp, kp, vp, span, bounds, scale) for qp, kp, vp in parts])
-        return type(found[0])(*(joined(part, 2 if part[0].dim() == 4 else 1) for part in zip(*found, strict=True)))
+        return type(found[0])(*(_joined(part, 2 if part[0].dim() == 4 else 1) for part in zip(*found, strict=True)))
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
@@ -63,7 +63,7 @@ class PipelinedAttention(ShardedAttention):
             self.backward_steps(dop, qp, kp, vp, Attended(op, lsep.transpose(1, 2)), span, bounds, scale)
             for dop, qp, kp, vp, op, lsep in zip(*cut, strict=True)
         ]
-        dq, dk, dv = (joined(grads, 2) for grads in zip(*_in_turns(steps), strict=True))
+        dq, dk, dv = (_joined(grads, 2) for grads in zip(*_in_turns(steps), strict=True))
         return dq, dk, dv
 
     def _in_parts(self, x: Tensor, key_heads: int, bounds: Bounds) -> Sequence[Tensor]:
@@ -98,6 +98,6 @@ def _in_turns(steps: Sequence[Steps[T]]) -> list[T]:
     return [found[index] for index in range(len(steps))]
 
 
-def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The parts one behind the other; a single one is not copied."""
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    # A single part is not copied.
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

@@ -2,9 +2,9 @@
 
 Four all-to-alls: queries, keys and values before, outputs after; in the backward pass gradients of outputs before, of
 queries, keys and values after. It reads queries, keys, values and outputs by heads, which the forward pass has kept; a
-replay sends them again. Messages of one sequence of a batch travel while another is computed. All ranks have the same
-work. There must be a head for each rank; with fewer heads of keys and values than ranks, those are repeated, and not
-kept.
+replay sends them again. In the backward pass messages of one sequence of a batch travel while another is computed. All
+ranks have the same work. There must be a head for each rank; with fewer heads of keys and values than ranks, those are
+repeated, and not kept.
 
 Memory: queries, keys, values and outputs of the whole sequence, of H / P heads: as much as without sharding.
 """
@@ -21,7 +21,7 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, AttendedHeads, Span
 from zeco_train.sp.attention.method import AttentionLoad, MethodCosts, MethodSpec
-from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, joined, num_parts
+from zeco_train.sp.attention.pipelined import PipelinedAttention, Steps, num_parts
 from zeco_train.sp.attention.routes import Bounds
 
 # Of one sequence, with the tensor that it arrives in.
@@ -42,15 +42,14 @@ class Ulysses(PipelinedAttention):
         spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         (q, k, v), arriving = self._by_heads({"queries": q, "keys": k, "values": v}, spans)
         yield
-        found, returning = list[Attended](), list[list[_Message]]()
+        # The batch at once: one sequence after another took 2.9 ms in place of 2.5 (two of 16k tokens, 2 H200).
         for row in arriving:
-            row_q, row_k, row_v = _arrived(row)
-            found.append(attend(row_q, row_k, row_v, whole, 0, scale))
-            returning.append([self._by_tokens(found[-1].o, spans, "outputs")])
-        of_heads, lse = (joined(rows, 0) for rows in zip(*found, strict=True))
+            list(_arrived(row))
+        found = attend(q, k, v, whole, 0, scale)
+        returning = [[self._by_tokens(row, spans, "outputs")] for row in found.o.split(1)]
         yield
         (o,) = _placed(returning)
-        return Attended(o, lse) if is_repeated else AttendedHeads(o, lse, q, k, v, of_heads)
+        return Attended(o, found.lse) if is_repeated else AttendedHeads(o, found.lse, q, k, v, found.o)
 
     def backward_steps(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, span: Span, bounds: Bounds, scale: float
@@ -83,7 +82,7 @@ class Ulysses(PipelinedAttention):
 
     def _by_heads(self, tensors: dict[str, Tensor], spans: list[Span]) -> tuple[list[Tensor], list[list[_Message]]]:
         # Start [B, own tokens, H, D] → [B, all tokens, own heads, D], where the tokens of each rank arrive in their
-        # place: those, and of each sequence its rows of them.
+        # place: these tensors, and the messages of each sequence.
         size, lengths = self.wire.size, [span.stop - span.start for span in spans]
         wholes = [x.new_empty(len(x), sum(lengths), max(1, x.shape[2] // size), x.shape[3]) for x in tensors.values()]
         return wholes, [
@@ -162,10 +161,10 @@ def _costs(load: AttentionLoad) -> MethodCosts:
         2 * queries + repeated * load.itemsize,
         (load.queries + repeated) * (load.computed or load.wide),
     )
-    hidden = 1 - 1 / (load.batch * num_parts(load.key_heads, load.ranks, load.tokens, load.nodes))
+    parts = num_parts(load.key_heads, load.ranks, load.tokens, load.nodes)
+    hidden = 1 - 1 / parts, 1 - 1 / (parts * load.batch)
     if load.replayed or repeats > 1:
-        operands = forward + queries
-        messages = 4 * load.batch, 8 * load.batch
+        operands, messages = forward + queries, (4 * load.batch, 8 * load.batch)
         backward = leaving * (operands + gradients)
         return MethodCosts(leaving * forward, backward, messages, 2.0 * operands, hidden=hidden)
     # Then gradients are, as computed and arriving.
