@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab import all_scan_protocol, huge, ulysses_stores
+from lab import all_scan_protocol, huge
 from lab.campaigns import scan_shapes
 from tests.support.commands import REPOSITORY, Command
 
@@ -61,10 +61,6 @@ def test_all_scan_protocol_is_correct_and_needs_its_rules() -> None:
     for algorithm, (rule, *_) in all_scan_protocol.RULES.items():
         assert all_scan_protocol.fails_without(algorithm, rule)
         assert all_scan_protocol.fails_without(algorithm, (all_scan_protocol.AFTER_FAILURE,), is_lost=True)
-
-
-def test_strided_stores_of_heads_need_their_rules() -> None:
-    ulysses_stores.run_orders(5)
 
 
 def test_scans_of_a_random_shape_are_right() -> None:

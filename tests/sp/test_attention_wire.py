@@ -139,14 +139,18 @@ def test_parts_are_whole_heads_and_pay() -> None:
 @pytest.mark.parametrize(("name", "hidden"), [("all_gather", 1 - 1 / NUM_PARTS), ("ulysses", 0.5), ("ring", 1.0)])
 def test_costs_say_what_travels_under_compute(name: str, hidden: float) -> None:
     load = AttentionLoad(16, 8, 64, LEAST_TOKENS, 4, None, 2, 4, nodes=2)
-    assert METHODS[name].costs(load).hidden == hidden
+    assert METHODS[name].costs(load).hidden == (hidden, hidden)
+    assert METHODS["ulysses"].costs(load._replace(nodes=1, batch=4)).hidden == (0.0, 0.75)
     if name != "ring":
-        assert METHODS[name].costs(load._replace(tokens=LEAST_TOKENS // 2)).hidden == 0.0
-        assert METHODS[name].costs(load._replace(nodes=1)).hidden == 0.0
+        assert METHODS[name].costs(load._replace(tokens=LEAST_TOKENS // 2)).hidden == (0.0, 0.0)
+        assert METHODS[name].costs(load._replace(nodes=1)).hidden == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("module", [all_gather, ulysses])
-def test_messages_of_a_part_travel_while_others_are_computed(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "batch", "parts"), [(all_gather, 1, 2), (ulysses, 1, 2), (ulysses, 2, 1)])
+def test_messages_of_a_part_travel_while_others_are_computed(
+    module: Any, batch: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of the heads, and in the backward pass the sequences of a batch."""
     wire = SilentWire(0, 2)
 
     def compute(q: Tensor, *_: Any) -> Attended:
@@ -160,28 +164,28 @@ def test_messages_of_a_part_travel_while_others_are_computed(module: Any, monkey
     monkeypatch.setattr(module, "attend", compute)
     monkeypatch.setattr(module, "attend_backward", compute_backward)
     methods = {all_gather: all_gather.AllGather, ulysses: ulysses.Ulysses}
-    method: PipelinedAttention = methods[module](wire, num_parts=2)
-    q, k, v, do = (torch.zeros(1, 8, 4, 2) for _ in range(4))
+    method: PipelinedAttention = methods[module](wire, num_parts=parts)
+    q, k, v, do = (torch.zeros(batch, 8, 4, 2) for _ in range(4))
     span = Span(0, 8)
-    attended = Attended(do, torch.zeros(1, 4, 8))
-    for run in (
-        lambda: method.forward(q, k, v, span, (0, 8, 2 * 8), 1.0),
-        lambda: method.backward(do, q, k, v, attended, span, (0, 8, 2 * 8), 1.0),
+    attended = Attended(do, torch.zeros(batch, 4, 8))
+    for run, turns in (
+        (lambda: method.forward(q, k, v, span, (0, 8, 2 * 8), 1.0), parts),
+        (lambda: method.backward(do, q, k, v, attended, span, (0, 8, 2 * 8), 1.0), 2),
     ):
         wire.events.clear()
         run()
         kinds = [event.split()[0] for event in wire.events]
         first, last = kinds.index("compute"), len(kinds) - 1 - kinds[::-1].index("compute")
-        # The second part's operands are sent before the first is computed, and its results before the second is.
+        # All operands are sent before the first part is computed, and its results before the second is.
         sends = [place for place, kind in enumerate(kinds) if kind == "send"]
         to_compute = sum(place < first for place in sends)
         back = len(sends) - to_compute
         assert (to_compute % 2, back % 2) == (0, 0)
         assert min(to_compute, back) > 0
-        assert sum(first < place < last for place in sends) == back // 2
+        assert sum(first < place < last for place in sends) == back - back // turns
         # Results are waited for in the end only, and each message once.
         assert sum(kind == "wait" for kind in kinds) == len(sends)
-        assert kinds[last + 1 :] == ["send"] * (back // 2) + ["wait"] * back
+        assert kinds[last + 1 :] == ["send"] * (back // turns) + ["wait"] * back
 
 
 @pytest.mark.parametrize(("key_heads", "ranks"), [(2, 4), (1, 3), (4, 2), (2, 6)])

@@ -139,7 +139,7 @@ def init_mesh(
     """Initialise the default process group, if it is not yet, and create the mesh. Finds the nodes unless given."""
     join(device, timeout)
     devices = device_mesh(device.type, (launch.world_size // sp_size, sp_size), ("dp", "sp"), timeout)
-    groups = _scan_groups(devices, device, timeout, "scan")
+    groups = _scan_groups(devices, timeout, "scan")
     topology = topology or find_topology(devices.get_group("sp"))
     return ProcessMesh(launch.rank, launch.world_size, device, devices, groups, timeout, topology, sp_size)
 
@@ -152,23 +152,20 @@ def lone_mesh(device: torch.device) -> ProcessMesh:
 
 def halo_groups(mesh: ProcessMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
     """Groups like `scan_groups`, for halos; None if no ranks share a sequence. Collective."""
-    return None if mesh.sp_size == 1 else _scan_groups(mesh.devices, mesh.device, mesh.timeout, "halo")
+    return None if mesh.sp_size == 1 else _scan_groups(mesh.devices, mesh.timeout, "halo")
 
 
 def attention_group(mesh: ProcessMesh) -> dist.ProcessGroup:
     """The SP group once more, for softmax attention. Collective."""
-    return _group(mesh.devices.mesh.tolist(), mesh.timeout, "softmax attention")
+    # A message would otherwise wait until the attention that it overlaps has no blocks left to start.
+    return _group(mesh.devices.mesh.tolist(), mesh.timeout, "softmax attention", urgent=True)
 
 
-def _scan_groups(
-    devices: DeviceMesh, device: torch.device, timeout: timedelta, name: str
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _scan_groups(devices: DeviceMesh, timeout: timedelta, name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     # The SP group twice, for forward and reverse scans. Collective.
     rows = devices.mesh.tolist()
     # Scans are small and latency-bound: high-priority streams run them before the compute that they overlap.
-    # A fake process group (`plan … dry_run=true`) has no streams.
-    urgent = device.type == "cuda" and dist.get_backend() != "fake"
-    forward, reverse = (_group(rows, timeout, f"{name} {way}", urgent=urgent) for way in ("forward", "reverse"))
+    forward, reverse = (_group(rows, timeout, f"{name} {way}", urgent=True) for way in ("forward", "reverse"))
     return forward, reverse
 
 
@@ -205,8 +202,8 @@ def world_mesh(device: str, world_size: int, name: str, timeout: timedelta) -> D
 
 def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool = False) -> dist.ProcessGroup:
     # Create the groups of these ranks, of which every rank of the world is in one; returns this rank's. Collective.
-    # Flight recorders show `name`; with `urgent`, NCCL uses high-priority streams.
-    options = _urgent(timeout) if urgent else None
+    # Flight recorders show `name`; with `urgent`, NCCL uses high-priority streams, others have none.
+    options = _urgent(timeout) if urgent and "nccl" in dist.get_backend() else None
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options, group_desc=name)
     assert group is not None
     return group

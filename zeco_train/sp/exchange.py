@@ -200,7 +200,7 @@ class GroupExchange:
         )
         method = choose_method(self._attention, load)
         if method.name not in self._methods:
-            (group,) = twin_groups(self.group, self._timeout, ["softmax attention"])
+            (group,) = twin_groups(self.group, self._timeout, ["softmax attention"], urgent=self.device.type == "cuda")
             attention = build_attention(method, group, self._timeout, self.device)
             self._methods[method.name] = self.exchange.replaced(attention=attention)
         return self._methods[method.name]
