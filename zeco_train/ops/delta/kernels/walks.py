@@ -333,7 +333,7 @@ def join_kernel(
     PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program joins BV columns of the segments of one head, K <= BK, BN rows at a time.
+    """One program joins BV columns of the segments of one head, K <= BK, by products of depth BN.
 
     With STARTS, states before the segments, the first of which is `start`; else after them, from 0. REVERSE: from the
     last segment on, with transposed transitions. PRODUCT: the transition of all segments instead.
@@ -342,34 +342,39 @@ def join_kernel(
     batch_head = tl.program_id(1)
     stride: tl.constexpr = -1 if REVERSE else 1
     segment = num_segments - 1 if REVERSE else 0
-    pointers, inside = _columns_of(states, segment * BH + batch_head, K, V, first_value, BK, BV)
+    pointers, inside = state_pointers(states, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
     if STARTS:
-        pointers, _ = _columns_of(start, batch_head, K, V, first_value, BK, BV)
+        pointers, _ = state_pointers(start, batch_head, K, V, 0, first_value, BK, BV)
     state = tl.load(pointers, mask=inside, other=0.0)
-    pointers, _ = _columns_of(found, segment * BH + batch_head, K, V, first_value, BK, BV)
+    pointers, _ = state_pointers(found, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
     tl.store(pointers, state, mask=inside)
+    if BN < BK:
+        tl.debug_barrier()
     for step in range(1, num_segments):
         index = (segment + stride * step) * BH + batch_head
         source = index - stride * BH if STARTS else index
-        target = batch_head if PRODUCT else index
+        before, target = (batch_head, batch_head) if PRODUCT else (index - stride * BH, index)
+        pointers, _ = state_pointers(states, source, K, V, 0, first_value, BK, BV)
+        joined = tl.zeros([BK, BV], tl.float32) if PRODUCT else tl.load(pointers, mask=inside, other=0.0)
         for first in range(0, K, BN):
-            some, covered = _columns_of(states, source, K, V, first_value, BN, BV, first)
-            rows = tl.zeros([BV, BN], tl.float32) if PRODUCT else tl.load(some, mask=covered, other=0.0)
             if REVERSE:
-                some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
-                transition = tl.load(some, mask=within, other=0.0)
-            else:
                 some, within = state_pointers(transitions, source, K, K, first, 0, BN, BK)
                 transition = tl.trans(tl.load(some, mask=within, other=0.0))
-            rows = tl.dot(state, transition, rows, input_precision=PRECISION)
-            some, covered = _columns_of(found, target, K, V, first_value, BN, BV, first)
-            tl.store(some, rows, mask=covered)
-            if BN == BK:
-                state = rows
+            else:
+                some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
+                transition = tl.load(some, mask=within, other=0.0)
+            if BN < BK:
+                some, within = state_pointers(found, before, K, V, first, first_value, BN, BV)
+                rows = tl.load(some, mask=within, other=0.0)
+            else:
+                rows = state
+            joined = tl.dot(transition, rows, joined, input_precision=PRECISION)
+        if BN < BK and PRODUCT:  # these places have been read
+            tl.debug_barrier()
+        pointers, _ = state_pointers(found, target, K, V, 0, first_value, BK, BV)
+        tl.store(pointers, joined, mask=inside)
         if BN < BK:
             # all threads' stores
             tl.debug_barrier()
-            pointers, _ = _columns_of(found, target, K, V, first_value, BK, BV)
-            state = tl.load(pointers, mask=inside, other=0.0)
-            if PRODUCT:  # before these places are written again
-                tl.debug_barrier()
+        else:
+            state = joined
