@@ -36,9 +36,9 @@ def _load_pairs(pairs, index, C: tl.constexpr):
 
 
 @jit
-def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.constexpr, first_key=0):
+def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.constexpr):
     """Pointers to the columns of state number `index` in [.., K, V], [BV, BK], and which of them lie inside."""
-    keys = first_key + tl.arange(0, BK)
+    keys = tl.arange(0, BK)
     values = first_value + tl.arange(0, BV)
     inside = (values < V)[:, None] & (keys < K)[None, :]
     return states + index.to(tl.int64) * K * V + (keys * V)[None, :] + values[:, None], inside
@@ -348,14 +348,14 @@ def join_kernel(
     state = tl.load(pointers, mask=inside, other=0.0)
     pointers, _ = state_pointers(found, segment * BH + batch_head, K, V, 0, first_value, BK, BV)
     tl.store(pointers, state, mask=inside)
-    if BN < BK:
-        tl.debug_barrier()
     for step in range(1, num_segments):
         index = (segment + stride * step) * BH + batch_head
         source = index - stride * BH if STARTS else index
         before, target = (batch_head, batch_head) if PRODUCT else (index - stride * BH, index)
         pointers, _ = state_pointers(states, source, K, V, 0, first_value, BK, BV)
         joined = tl.zeros([BK, BV], tl.float32) if PRODUCT else tl.load(pointers, mask=inside, other=0.0)
+        if BN < BK:  # all threads' stores
+            tl.debug_barrier()
         for first in range(0, K, BN):
             if REVERSE:
                 some, within = state_pointers(transitions, source, K, K, first, 0, BN, BK)
@@ -363,18 +363,13 @@ def join_kernel(
             else:
                 some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
                 transition = tl.load(some, mask=within, other=0.0)
+            rows = state
             if BN < BK:
                 some, within = state_pointers(found, before, K, V, first, first_value, BN, BV)
                 rows = tl.load(some, mask=within, other=0.0)
-            else:
-                rows = state
             joined = tl.dot(transition, rows, joined, input_precision=PRECISION)
-        if BN < BK and PRODUCT:  # these places have been read
+        if BN < BK and PRODUCT:  # before these places are written again
             tl.debug_barrier()
         pointers, _ = state_pointers(found, target, K, V, 0, first_value, BK, BV)
         tl.store(pointers, joined, mask=inside)
-        if BN < BK:
-            # all threads' stores
-            tl.debug_barrier()
-        else:
-            state = joined
+        state = joined
