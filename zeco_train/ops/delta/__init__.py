@@ -35,9 +35,7 @@ def forward_flops(heads: int, key_dim: int, value_dim: int) -> float:
     In this order, of the PyTorch form: the products k kᵀ, the systems for W and U, W times the state, adding k̃ᵀN to
     the state, applying q to the state, scores q kᵀ, and scores times N.
     """
-    return _systems(heads, key_dim, value_dim) + float(
-        heads * (6 * key_dim * value_dim + (CHUNK + 1) * (key_dim + value_dim))
-    )
+    return _systems(heads, key_dim, value_dim) + heads * (6 * key_dim * value_dim + (CHUNK + 1) * (key_dim + value_dim))
 
 
 def recomputed_flops(heads: int, key_dim: int, value_dim: int) -> float:
@@ -72,7 +70,6 @@ _KERNELS = KernelRule(largest=(256, 512), largest_small=128)
 # 16,384 tokens and 16 heads on an H200: gated_delta 1.042 ms, kda 1.769; shares of the forward pass by their kernels on
 # an H100 (docs/benchmarks.md).
 _GATED_TIME = OperatorTime("gated_delta", 3.98e-9, 0.29, 128, 128)
-
 
 _FORMULA = (
     "; keys must have norm 1.\n\n"

@@ -107,8 +107,7 @@ class _DeltaBackward(BackwardBase):
     def _to_operand(self, grad: Tensor, operand: Tensor) -> Tensor:
         if operand.dim() == 4 and operand.shape[2] != grad.shape[2]:
             grad = grad.unflatten(2, (operand.shape[2], -1)).sum(3)
-        tokens = to_tokens(grad, operand.shape[1], operand.dtype)
-        return tokens.view(operand.shape)
+        return to_tokens(grad, operand.shape[1], operand.dtype).view(operand.shape)
 
 
 def sum_boundary_terms(states: Tensor, grads: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ KEPT: dict[Key, DeltaTuning] = {
         summaries=TileOptions(LARGEST_HEAD_DIM, 64, 4, 2),
         walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 2),
         channel_walk=TileOptions(LARGEST_HEAD_DIM, 128, 8, 1),
-        join=TileOptions(64, 16, 8, 2),
+        join=TileOptions(64, 16, 8, 3),
     ),
     (None, torch.bfloat16, 128): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 4, 1)),
     (None, torch.bfloat16, 256): _walks(TileOptions(LARGEST_HEAD_DIM, 64, 8, 1)),
@@ -149,8 +149,7 @@ class DeltaKernels:
         _, columns = self._walk_tile(self._walk)
         segments = tuning.programs // (cdiv(self.V, columns) * self.BH)
         # Walks of N / J chunks and J joins, one after the other: the sum is least where both take as long.
-        balanced = int(math.sqrt(self.num_chunks / tuning.joining))
-        segments = max(1, min(segments, balanced, self.num_chunks))
+        segments = max(1, min(segments, int(math.sqrt(self.num_chunks / tuning.joining)), self.num_chunks))
         self.segment_chunks = cdiv(self.num_chunks, segments)
         self.num_segments = cdiv(self.num_chunks, self.segment_chunks)
         self.tiles = cdiv(self.K, self._tile(tuning.operands)[0])
@@ -307,7 +306,7 @@ class DeltaKernels:
             found = borders[:-1] if reverse else borders[1:]
         options = self.tuning.join
         BN, BV = options.tile(self.K, width)
-        if cdiv(width, BV) * self.BH > self.tuning.programs and self.K <= BN:
+        if cdiv(width, BV) * self.BH > self.tuning.programs:
             BV *= 2  # all at once: 19 µs in place of 23 for five segments of 12 × 128 × 256, H100
         join_kernel[(cdiv(width, BV), self.BH)](
             start, states, transitions, found, self.K, width, self.BH, len(states), BN=BN,
@@ -357,8 +356,7 @@ class _DeltaKernelForward(ForwardBase):
             self._sums = torch.empty_like(of_channels)
         else:
             self._sums = decay_sums(dense(g[0]), CHUNK) if g else _no_decay(beta)
-        where, gated = (self.doc_ids, self.scale), self._gated
-        self._launcher = DeltaKernels(k, v, self._sums, beta, *where, options_for(k), gated=gated)
+        self._launcher = DeltaKernels(k, v, self._sums, beta, self.doc_ids, self.scale, options_for(k), gated=bool(g))
         self._operands = self._launcher.systems(q, of_channels)
         self._states, self._transitions = self._launcher.summaries(self._operands)
 
@@ -394,8 +392,7 @@ class _DeltaKernelBackward(BackwardBase):
         self._q, k, v, beta, self._do = (dense(x) for x in (q, k, v, beta, self.do))
         self._starts, self._transitions, *pairs = self.saved
         of_decays = dense(_like_g(sums[0])) if sums else _no_decay(beta)
-        where, gated = (self.doc_ids, self.scale), bool(sums)
-        self._launcher = DeltaKernels(k, v, of_decays, beta, *where, options_for(k), gated=gated)
+        self._launcher = DeltaKernels(k, v, of_decays, beta, self.doc_ids, self.scale, options_for(k), gated=bool(sums))
         self._operands = self._launcher.operands(self._q, pairs)
         self._local = self._launcher.local_grads(self._operands, self._q, self._do)
 
@@ -435,8 +432,7 @@ def _like_g(sums: Tensor) -> Tensor:
 
 def _saved_like(operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     _, k, v, *g, beta = operands
-    sums = torch.empty_like(g[0], memory_format=torch.contiguous_format) if g and g[0].dim() == 4 else beta.mT
-    sums = sums if sums.dim() == 4 else sums.new_empty(sums.shape)
+    sums = torch.empty_like(g[0] if g and g[0].dim() == 4 else beta.mT, memory_format=torch.contiguous_format)
     # For the shapes only, which do not depend on documents or the scale.
     launcher = DeltaKernels(k, v, sums, beta, None, 1.0, options_for(k), gated=bool(g))
     pairs = [k.new_empty(launcher.pairs_shape) for _ in range(2)]

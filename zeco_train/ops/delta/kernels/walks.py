@@ -36,12 +36,16 @@ def _load_pairs(pairs, index, C: tl.constexpr):
 
 
 @jit
-def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.constexpr, first_key=0):
-    """Pointers to the columns of state number `index` in [.., K, V], [BV, BK], and which of them lie inside."""
-    keys = first_key + tl.arange(0, BK)
-    values = first_value + tl.arange(0, BV)
-    inside = (values < V)[:, None] & (keys < K)[None, :]
-    return states + index.to(tl.int64) * K * V + (keys * V)[None, :] + values[:, None], inside
+def _columns_of(states, index, K, V, first_value, BK: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr = False):
+    """Pointers to columns of state number `index` in [.., K, V], [BV, BK], with ROWS [BK, BV]; which lie inside."""
+    if ROWS:
+        pointers, inside = state_pointers(states, index, K, V, 0, first_value, BK, BV)
+    else:
+        keys = tl.arange(0, BK)
+        values = first_value + tl.arange(0, BV)
+        inside = (values < V)[:, None] & (keys < K)[None, :]
+        pointers = states + index.to(tl.int64) * K * V + (keys * V)[None, :] + values[:, None]
+    return pointers, inside
 
 
 @jit
@@ -333,43 +337,46 @@ def join_kernel(
     PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program joins BV columns of the segments of one head, K <= BK, BN rows at a time.
+    """One program joins BV columns of the segments of one head, K <= BK, by products of depth BN.
 
     With STARTS, states before the segments, the first of which is `start`; else after them, from 0. REVERSE: from the
     last segment on, with transposed transitions. PRODUCT: the transition of all segments instead.
     """
+    # Parts of a transition are first operands; a whole one is the second, of the state in registers, transposed.
+    is_split: tl.constexpr = BN < BK
     first_value = tl.program_id(0) * BV
     batch_head = tl.program_id(1)
     stride: tl.constexpr = -1 if REVERSE else 1
     segment = num_segments - 1 if REVERSE else 0
-    pointers, inside = _columns_of(states, segment * BH + batch_head, K, V, first_value, BK, BV)
+    pointers, inside = _columns_of(states, segment * BH + batch_head, K, V, first_value, BK, BV, is_split)
     if STARTS:
-        pointers, _ = _columns_of(start, batch_head, K, V, first_value, BK, BV)
+        pointers, _ = _columns_of(start, batch_head, K, V, first_value, BK, BV, is_split)
     state = tl.load(pointers, mask=inside, other=0.0)
-    pointers, _ = _columns_of(found, segment * BH + batch_head, K, V, first_value, BK, BV)
+    pointers, _ = _columns_of(found, segment * BH + batch_head, K, V, first_value, BK, BV, is_split)
     tl.store(pointers, state, mask=inside)
     for step in range(1, num_segments):
         index = (segment + stride * step) * BH + batch_head
         source = index - stride * BH if STARTS else index
-        target = batch_head if PRODUCT else index
-        for first in range(0, K, BN):
-            some, covered = _columns_of(states, source, K, V, first_value, BN, BV, first)
-            rows = tl.zeros([BV, BN], tl.float32) if PRODUCT else tl.load(some, mask=covered, other=0.0)
-            if REVERSE:
-                some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
-                transition = tl.load(some, mask=within, other=0.0)
-            else:
-                some, within = state_pointers(transitions, source, K, K, first, 0, BN, BK)
-                transition = tl.trans(tl.load(some, mask=within, other=0.0))
-            rows = tl.dot(state, transition, rows, input_precision=PRECISION)
-            some, covered = _columns_of(found, target, K, V, first_value, BN, BV, first)
-            tl.store(some, rows, mask=covered)
-            if BN == BK:
-                state = rows
-        if BN < BK:
-            # all threads' stores
+        before, target = (batch_head, batch_head) if PRODUCT else (index - stride * BH, index)
+        pointers, _ = _columns_of(states, source, K, V, first_value, BK, BV, is_split)
+        joined = tl.zeros_like(state) if PRODUCT else tl.load(pointers, mask=inside, other=0.0)
+        if is_split:  # all threads' stores
             tl.debug_barrier()
-            pointers, _ = _columns_of(found, target, K, V, first_value, BK, BV)
-            state = tl.load(pointers, mask=inside, other=0.0)
-            if PRODUCT:  # before these places are written again
-                tl.debug_barrier()
+        for first in range(0, K, BN):
+            if REVERSE:
+                some, within = state_pointers(transitions, source, K, K, first, 0, BN, BK)
+            else:
+                some, within = state_pointers(transitions, source, K, K, 0, first, BK, BN)
+            transition = tl.load(some, mask=within, other=0.0)
+            transition = tl.trans(transition) if is_split == REVERSE else transition
+            if is_split:
+                some, within = state_pointers(found, before, K, V, first, first_value, BN, BV)
+                rows = tl.load(some, mask=within, other=0.0)
+                joined = tl.dot(transition, rows, joined, input_precision=PRECISION)
+            else:
+                joined = tl.dot(state, transition, joined, input_precision=PRECISION)
+        if PRODUCT and is_split:  # before these places are written again
+            tl.debug_barrier()
+        pointers, _ = _columns_of(found, target, K, V, first_value, BK, BV, is_split)
+        tl.store(pointers, joined, mask=inside)
+        state = joined
