@@ -1,6 +1,6 @@
 """Which numbers a step has, and metrics.jsonl: one JSON object per logged step.
 
-`zeco_train.training.step_totals` adds those up that the passes measure.
+`zeco_train.training.step` adds those up that the passes measure.
 """
 
 from __future__ import annotations
