@@ -13,8 +13,7 @@ import numpy as np
 from data.config import DataConfig, Shuffle
 from data.loader.batches import DataSplit, OpenedData, Reader, SequenceSource, Shard
 from data.synthetic import SyntheticConfig
-from data.synthetic.example import Example
-from data.synthetic.tasks import ExampleMaker, draws_for, make_task
+from data.synthetic.tasks import Example, ExampleMaker, draws_for, make_task
 from data.tokenizer import load_tokenizer
 
 

@@ -11,7 +11,7 @@ from data.config import DataKind, check_seq_len
 from data.loader.opening import open_held_out
 from data.loader.sequences import for_task
 from data.tokenizer import BYTES
-from zeco_train.config.rules import check_documents
+from zeco_train.config.schema import check_documents
 from zeco_train.distributed.mesh import main_first
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation

@@ -16,8 +16,7 @@ from models.spec import spec_of
 from zeco_train.checkpoint.files import HF_CONFIG_FILE as CONFIG_FILE
 from zeco_train.checkpoint.files import read_record
 from zeco_train.errors import CheckpointError, check_open_files
-from zeco_train.hf.config_json import from_config_json
-from zeco_train.hf.names import FileTensors, StoredModel, renamed
+from zeco_train.hf.config_json import FileTensors, StoredModel, from_config_json, renamed
 from zeco_train.system import small_files
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
