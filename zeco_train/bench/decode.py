@@ -149,7 +149,10 @@ class _DecodeMeasurement:
             found = self._prefill.run([ids], states=states, position=position, capacity=context + timed)
             assert found is not None
             logits, states = found
-            rate, position = (context - position) / self._seconds_since(started), context
+            if self._session.on_cuda:
+                torch.cuda.synchronize()
+            rate = (context - position) / max(self._session.gather(time.monotonic() - started))
+            position = context
             yield _Context(context, logits, states, rate)
 
     def _time(self, kind: _Kind, steps: int) -> None:
@@ -213,8 +216,3 @@ class _DecodeMeasurement:
 
     def _random(self, count: int) -> Tensor:
         return torch.randint(self._run.model.vocab_size, (count,), generator=self._tokens)
-
-    def _seconds_since(self, started: float) -> float:
-        if self._session.on_cuda:
-            torch.cuda.synchronize()
-        return max(self._session.gather(time.monotonic() - started))

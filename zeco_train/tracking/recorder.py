@@ -309,11 +309,7 @@ class ProgressDisplay:
             self._bar.set_postfix_str(text)
         else:
             width = len(str(self.total_steps))
-            self._print(f"step {step:{width}d}/{self.total_steps}  {text}")
-
-    def note(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        self._print(text)
+            self.note(f"step {step:{width}d}/{self.total_steps}  {text}")
 
     def close(self) -> None:
         """Leave the bar as it is and end its line. May be called again."""
@@ -331,7 +327,8 @@ class ProgressDisplay:
             seconds_per_step = (now - self._first[1]) / (step - self._first[0])
         return max(0.0, seconds_per_step * (self.total_steps - step))
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
         if self._stream is None:
             return
         text = visible(text)

@@ -346,8 +346,7 @@ def train_alone(case: StepCase, store: Path) -> CaseResult:
     result = CaseResult()
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss = sum(_losses(model, exchange, loader, number * case.global_batch))
-        assert isinstance(loss, Tensor)
+        loss: Any = sum(_losses(model, exchange, loader, number * case.global_batch))
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if number == 0:
@@ -371,8 +370,7 @@ def _losses(model: LanguageModel, exchange: Exchange, loader: SequenceLoader, co
     for micro_step in range(loader.micro_steps):
         batch = loader.batch(consumed, micro_step)
         labels = batch.step_labels or loader.global_batch * SEQ_LEN
-        loss = model(batch.input_ids, batch.position.over(exchange), batch.labels)
-        assert isinstance(loss, Tensor)
+        loss: Any = model(batch.input_ids, batch.position.over(exchange), batch.labels)
         yield loss / labels
 
 
