@@ -136,15 +136,11 @@ class Based(FeatureMapAttention):
     config_class = BasedConfig
     title = "Based (Arora et al., 2024, arXiv 2402.18668)"
 
-    def __init__(self, config: BasedConfig, layer: int) -> None:
-        super().__init__(config, layer)
-        self.polynomial = config.polynomial
-
     def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         return keep_inputs(self._features, q), keep_inputs(self._features, k)
 
     def _features(self, x: Tensor) -> Tensor:
-        return self.polynomial(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
+        return self.config.polynomial(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
 
 
 def keep_inputs(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

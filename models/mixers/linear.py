@@ -199,10 +199,9 @@ class LinearAttention(FeatureMapAttention):
     def __init__(self, config: LinearAttentionConfig, layer: int) -> None:
         scale = config.head.query**-0.5
         super().__init__(config, layer, scale=scale, has_normaliser=config.normaliser, has_norm=True)
-        self.feature_map = config.feature_map
 
     def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.feature_map(q), self.feature_map(k)
+        return self.config.feature_map(q), self.config.feature_map(k)
 
 
 # e^x for x ≤ 0, rounded once.
