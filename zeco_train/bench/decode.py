@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.parameters import cast
-from models.spec import ModelSpec, spec_of
+from models.spec import spec_of
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import DecodeConfig
@@ -107,10 +106,7 @@ class _DecodeMeasurement:
         spec, dtype = spec_of(self._run.model), self._run.train.dtype.compute
         calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
         self._slow = session.check_kernels(config.kernels, calls)
-        with torch.device("meta"):
-            self._model = ModelSpec(self._run.model).build()
-            cast(self._model, self._run.train.dtype.compute)
-        self._model.to_empty(device=session.device)
+        self._model = spec.allocate(dtype, session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
         exchange = session.exchange(backend_variant("zeco"), state_elements(self._run), with_halo=spec.needs_halo)

@@ -109,9 +109,7 @@ def build_model(
     compiled = config.compile.applies(strategy, on_cuda=mesh.device.type == "cuda")
     if compiled:
         use_private_caches()  # before parts of torch read its default at import
-    with torch.device("meta"):  # skips torch's own initialisation, which is slow and would be overwritten
-        model = spec_of(model_config).build().to(config.dtype.master)
-    model.to_empty(device=mesh.device)
+    model = spec_of(model_config).allocate(config.dtype.master, mesh.device)
     with ThreadPoolExecutor(1) as pool:
         # Initialise the whole model, then shard: initialising shards would depend on the number of ranks.
         drawn = pool.submit(model.init_weights, seed)

@@ -336,9 +336,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> CaseResult:
 
 def train_alone(case: StepCase, store: Path) -> CaseResult:
     """Train on this rank alone, whole sequences at once."""
-    with torch.device("meta"):
-        model = spec_of(case.model).build().to(torch.float64)
-    model.to_empty(device="cpu")
+    model = spec_of(case.model).allocate(torch.float64, torch.device("cpu"))
     model.init_weights(_SEED)
     optimizer = build_optimizer(parameter_rules(model), case.optimizer, torch.float64)
     exchange, batch = local_exchange(), 1 if case.documents else case.global_batch
