@@ -173,7 +173,6 @@ class ModelSpec:
 
     @cached_property
     def blocks(self) -> Mapping[str, BlockSpec]:
-        """Block specification by mixer name."""
         counts, backbone = self.config.mixer_counts(), self._skeleton.model
         blocks = zip(counts.items(), backbone.blocks(), backbone.shared_parts(), strict=True)
         return {name: _walk(count, block, part) for (name, count), block, part in blocks}

@@ -126,7 +126,6 @@ class BasedConfig(QuadraticConfig):
 
     @property
     def polynomial(self) -> Polynomial:
-        """The feature map."""
         return Polynomial(1.0, self.feature_dim**-0.25, (2 * self.feature_dim) ** -0.5, self.symmetric)
 
 

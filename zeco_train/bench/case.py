@@ -68,7 +68,6 @@ class Report:
         }
 
     def note(self, text: str) -> None:
-        """Print and store a note about the whole run."""
         self.notes.append(text)
         self._session.say(text)
 
@@ -107,7 +106,6 @@ class Report:
             figures.plot([self.as_json()], self.folder)
 
     def as_json(self) -> dict[str, Any]:
-        """The content of results.json."""
         return {**self._header, "notes": self.notes, "rows": self.rows}
 
     def _write(self) -> None:

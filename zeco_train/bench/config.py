@@ -52,11 +52,9 @@ class CaseConfig:
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
-        """Settings from KEY=VALUE arguments."""
         return load_settings(cls, arguments)
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         check_least(self, seed=0)
         if self.out:
             check_path("out", self.out)
@@ -148,7 +146,6 @@ class CollectivesConfig(RunsConfig):
 
     @property
     def chosen(self) -> list[Variant]:
-        """The variants; `ConfigError` for a wrong one."""
         return parse_variants(self.variants, *known.ANCHORS, *SHARING)
 
     def heads(self, size_mb: float) -> int:
@@ -201,7 +198,6 @@ class OperatorConfig(RunsConfig):
 
     @property
     def chosen(self) -> list[Variant]:
-        """The variants; `ConfigError` for a wrong one."""
         return parse_variants(self.variants, *known.OPERATOR_VARIANTS, known.FLA_CP)
 
     def _check_operator(self) -> None:
@@ -463,12 +459,10 @@ class ModelConfig(OfModelConfig):
 
     @property
     def chosen(self) -> list[Variant]:
-        """The variants; `ConfigError` for a wrong one."""
         return parse_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", of_model=True)
 
     @property
     def models(self) -> list[ModelSettings]:
-        """The models to measure."""
         own: list[None] = [None]
         combinations = itertools.product(self.mixers or own, self.every or own, self.heads or own)
         return [*itertools.starmap(ModelSettings, combinations)]

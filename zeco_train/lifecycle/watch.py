@@ -415,7 +415,6 @@ class Board:
         return bool(self.store.add(f"{_PREFIX}/{name}", 1) == 1)
 
     def publish(self, name: str, value: object) -> None:
-        """Store a JSON value for all ranks."""
         self._set(name, json.dumps(value))
 
     def published(self, name: str) -> Any:

@@ -68,7 +68,6 @@ class DryRun:
     peak: int | None
 
     def as_text(self, option: Option) -> str:
-        """Lines for the command's output, beside the plan."""
         place, (forward, backward) = f"({self.dp_rank}, {self.sp_rank})", self.scans
         lines = [
             f"dry run: rank {self.rank} of {self.world_size}, without its peers",

@@ -159,7 +159,6 @@ class TensorBoardLogger(ExperimentLogger):
             self._give_up(f"did not record step {step}", error)
 
     def finish(self, exit_code: int = 0) -> None:
-        """End the event file."""
         writer, self._writer = self._writer, None
         if writer is None:
             return

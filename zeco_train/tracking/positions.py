@@ -122,7 +122,6 @@ class PositionSums:
 
     @property
     def labels(self) -> int:
-        """Number of labels."""
         return int(self._sums[1].sum())
 
     def reduce(self) -> None:
