@@ -188,7 +188,7 @@ def step_cases() -> list[StepCase]:
             cell |= {"attention": next(methods), "window": next(windows)}
         scan, optim = next(scans), next(optimizers)
         cases.append(StepCase(next(mixers), scan, strategy=strategy, shard_size=shard_size, optim=optim, **cell))
-    return [*cases, StepCase(unmasked_mixers()[0], next(scans), masked=True)]
+    return [*cases, StepCase(unmasked_mixers()[0], next(scans), masked=True, recompute=Recompute.full)]
 
 
 # By the number of ranks. Gradients of one rank are summed by code of their own; two are the fewest that exchange them.
