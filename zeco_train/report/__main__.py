@@ -168,7 +168,8 @@ def page(title: str, comparison: Comparison, drawn: Sequence[Panel], pictures: d
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["sort_key"] = _sort_key
+    # JavaScript reads `Infinity` but not Python's `inf`.
+    environment.filters["sort_key"] = lambda value: "Infinity" if value == math.inf else repr(value)
     return environment.get_template("page.html").render(
         title=title,
         overview=_overview(comparison),
@@ -236,8 +237,3 @@ def _losses(number: int, family: Sequence[Run]) -> dict[str, Any]:
 
 def _data(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-def _sort_key(value: float) -> str:
-    # JavaScript reads `Infinity` but not Python's `inf`.
-    return "Infinity" if value == math.inf else repr(value)
