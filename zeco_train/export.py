@@ -34,8 +34,7 @@ from zeco_train.config.overrides import load_settings
 from zeco_train.config.schema import Config, to_plain
 from zeco_train.errors import CheckpointError, ConfigError
 from zeco_train.hf.config_json import from_config_json, to_config_json
-from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
-from zeco_train.hf.tokenizer import write_tokenizer
+from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model, write_tokenizer
 from zeco_train.hf.trained import Trained, find_trained
 from zeco_train.hf.weights import stored_dtype, write_weights
 from zeco_train.system.command import errors_in_a_line

@@ -27,8 +27,7 @@ from zeco_train.distributed.mesh import Device, ProcessMesh, find_device, host_g
 from zeco_train.distributed.parallelize import parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.config_json import model_fields
-from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
-from zeco_train.hf.tokenizer import tokenizer_info
+from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model, tokenizer_info
 from zeco_train.hf.weights import load_weights, stored_dtype
 from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch
