@@ -244,7 +244,8 @@ class OfModelConfig(BenchConfig):
         config.validate()
         return config
 
-    def _load_run(self, *settings: str) -> Config:
+    def load_run(self, *settings: str) -> Config:
+        """A training run with this model; `ConfigError` for an unknown or invalid one."""
         own = f"train.dtype={self.dtype.name}", f"seed={self.seed}"
         config = load_config([f"model={self.model}", *self.overrides, *own, *settings])
         # The results are read back only with such a name; see `stored`.
@@ -280,11 +281,7 @@ class DecodeConfig(OfModelConfig):
         if sorted(set(self.contexts)) != self.contexts:
             raise ConfigError("contexts", self.contexts, "must rise: one is the beginning of the next")
         check_least(self, steps=1, prefill_tokens=1, check_tokens=2)
-        self.run_config()
-
-    def run_config(self) -> Config:
-        """A run with this model; `ConfigError` for an unknown or invalid one."""
-        return self._load_run()
+        self.load_run()
 
 
 @dataclass
@@ -339,7 +336,7 @@ class LongestConfig(OfModelConfig):
         for name in ("memory_gb", "trial_seconds"):
             if (value := getattr(self, name)) is not None and not 0 < value <= 1e6:
                 raise ConfigError(name, value, "must be > 0 and ≤ 1e6")
-        self._load_run()
+        self.load_run()
 
     def trial_overrides(self, every: int | None, strategy: Strategy, recompute: Recompute, backend: str) -> list[str]:
         """Overrides of a trial's run, all but its files and its length."""
@@ -481,7 +478,7 @@ class ModelConfig(OfModelConfig):
         # Refused for a model without softmax layers; a pattern without is there to compare with.
         if self.attention.name != "auto" and every != 0:
             own["sp.attention"] = self.attention.name
-        run = self._load_run(
+        run = self.load_run(
             *(f"{key}={value}" for key, value in own.items() if value is not None),
             *(f"train.{name}={getattr(self, name).name}" for name in ("matmul", "compile", "cuda_graphs", "recompute")),
             f"train.segments={self.segments}",

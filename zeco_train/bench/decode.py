@@ -102,7 +102,7 @@ class _DecodeMeasurement:
             raise ConfigError("variants", config.variants, "CUDA graphs need CUDA")
         if self._variants != config.variants:
             report.note("graph is not measured: there is no CUDA device")
-        self._run = config.run_config()
+        self._run = config.load_run()
         spec, dtype = spec_of(self._run.model), self._run.train.dtype.compute
         calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
         self._slow = session.check_kernels(config.kernels, calls)
