@@ -15,8 +15,7 @@ from launch import wandb_dashboard as dashboard
 from launch.wandb_dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, create_chart
 from zeco_train.errors import ConfigError
 from zeco_train.tracking.loggers import LoggerConfig, WandbLogger
-from zeco_train.tracking.metrics import StepMetrics
-from zeco_train.tracking.starts import Layout
+from zeco_train.tracking.metrics import Layout, StepMetrics
 
 
 def panels(written: dict[str, Any]) -> list[dict[str, Any]]:

@@ -29,9 +29,18 @@ from zeco_train.system.numbers import clock
 from zeco_train.system.terminal import visible
 from zeco_train.tracking.charts import VALIDATION_FILE, plot_run, plot_validations, read_validations
 from zeco_train.tracking.loggers import ExperimentLogger
-from zeco_train.tracking.metrics import LineWriter, StepMetrics, StepNumbers, read_metrics, utilisation
+from zeco_train.tracking.metrics import (
+    LineWriter,
+    Start,
+    StepMetrics,
+    StepNumbers,
+    append_start,
+    layout_of,
+    read_metrics,
+    read_starts,
+    utilisation,
+)
 from zeco_train.tracking.positions import ValidationLoss
-from zeco_train.tracking.starts import Start, append_start, layout_of, read_starts
 
 logger = logging.getLogger(__name__)
 
