@@ -21,7 +21,7 @@ from zeco_train.lifecycle.join import check_same
 from zeco_train.system.numbers import length_name
 from zeco_train.tracking.charts import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.tracking.positions import PositionLosses, ValidationLoss
-from zeco_train.training.validation import Validation, split_of
+from zeco_train.training.forward import Validation, split_of
 
 _ALL = 1 << 62
 

@@ -31,8 +31,8 @@ from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
 from zeco_train.training.checks import slow_paths
+from zeco_train.training.forward import Validation
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
-from zeco_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)
 
