@@ -30,7 +30,7 @@ from zeco_train import cli
 from zeco_train.config.schema import Config, load_config
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate import __main__ as evaluate
-from zeco_train.evaluate.results import RESULTS_FILE
+from zeco_train.evaluate.__main__ import RESULTS_FILE
 from zeco_train.system.command import Parser, docstring, errors_in_a_line, user_path
 from zeco_train.system.files import write_durably, write_result
 from zeco_train.system.paths import check_outputs

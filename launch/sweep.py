@@ -65,12 +65,10 @@ class Case:
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
         return self.folder / self.name
 
     @property
     def overrides(self) -> list[str]:
-        """The settings of train.py."""
         backend, _, algorithm = self.backend.partition(":")
         own = [f"sp={backend}", f"data.seq_len={tokens(self.length)}", f"name={self.name}"]
         shared = list(self.settings)

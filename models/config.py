@@ -58,7 +58,6 @@ class LanguageModelConfig:
         self.validate()
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         if self.mixer != (own := type(self).mixer):
             raise ConfigError("model.mixer", self.mixer, f"must be {own} in a {type(self).__name__}")
         self._require_positive("vocab_size", "hidden_size", "num_layers", "num_heads")

@@ -22,7 +22,7 @@ from models.config import LanguageModelConfig
 from models.language_model import Block, LanguageModel
 from models.mixer_registry import LAYERS
 from models.mixers.base import OperatorFLOPs
-from models.parameters import ParameterRule, parameter_rules
+from models.parameters import ParameterRule, cast, parameter_rules
 from models.projections import set_matmul
 from zeco_train.ops import gated_norm
 from zeco_train.ops.layer_states import StateInput
@@ -160,9 +160,19 @@ class ModelSpec:
         config = self.config
         return LanguageModel(config, [LAYERS[config.mixer_of(layer)] for layer in range(config.num_layers)])
 
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+        """The model on a device, its parameters cast to a dtype (`parameters.cast`), and their values undefined."""
+        # On meta at first: torch's own initial values are slow, and would be overwritten.
+        with torch.device("meta"):
+            model = self.build()
+            cast(model, dtype)
+        model.to_empty(device=device)
+        # `to_empty` replaces each module's parameters separately, which unties them.
+        model.tie_weights()
+        return model
+
     @cached_property
     def blocks(self) -> Mapping[str, BlockSpec]:
-        """Block specification by mixer name."""
         counts, backbone = self.config.mixer_counts(), self._skeleton.model
         blocks = zip(counts.items(), backbone.blocks(), backbone.shared_parts(), strict=True)
         return {name: _walk(count, block, part) for (name, count), block, part in blocks}

@@ -14,7 +14,7 @@ from data.loader.sequences import Source
 from data.sources.corpora import prepare_embedded
 from data.store import VALIDATION_FOLDER, TokenStore
 from data.store.documents import Documents
-from data.synthetic.source import open_synthetic
+from data.synthetic.tasks import open_synthetic
 from data.tokenizer import comparable, same_tokenizer, tokenizer_files
 from zeco_train.errors import ConfigError, DataError, names_field
 

@@ -186,18 +186,16 @@ def read_arrow(path: Path, text_field: str) -> Iterator[Document]:
 
 def check_column(source: object, schema: Any, text_field: str) -> None:
     """Raise DataError, which names `source`, unless the Arrow schema has a text column of this name."""
+    from pyarrow import types
+
     if text_field not in schema.names:
         problem = f"no column {text_field!r}; columns there: {listed(schema.names)}"
         raise DataError(source, problem, "choose one with --text-field")
-    if not _is_text(schema.field(text_field).type):
-        raise DataError(source, f"column {text_field!r} holds {schema.field(text_field).type}, not text")
-
-
-def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    return any(check(kind) for check in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
+    kind = schema.field(text_field).type
+    of_values = kind.value_type if types.is_dictionary(kind) else kind
+    checks = types.is_string, types.is_large_string, types.is_string_view, types.is_null
+    if not any(check(of_values) for check in checks):
+        raise DataError(source, f"column {text_field!r} holds {kind}, not text")
 
 
 def texts_of_column(column: Any, place: str, row: int, text_field: str) -> Iterator[Document]:

@@ -1,5 +1,8 @@
 """Makes synthetic tasks: recall of symbols, and facts told in text; pure functions of (seed, index, length, depth).
 
+An example is pieces inserted into an endless filler, of which any slice can be generated independently. As a training
+source a task is an endless stream of examples, whose only state is the number consumed.
+
 A text is assembled from pieces that are tokenised separately, so a piece has the same ids at every position. They are
 inserted between whole filler sentences; only the first sentence may be truncated, so that every length is met exactly.
 """
@@ -9,17 +12,100 @@ from __future__ import annotations
 import bisect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from data.config import DataConfig, Shuffle
+from data.loader.batches import DataSplit, OpenedData, Reader, SequenceSource, Shard
 from data.randomness import Draws
 from data.synthetic import FIRST_SYMBOL, NUM_SYMBOLS, SyntheticConfig, Task
-from data.synthetic.example import Answer, Example, Piece, Tokens
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from zeco_train.errors import ConfigError
+
+Tokens = NDArray[np.int64]
+
+
+class Filler(Protocol):
+    """Tokens between the pieces."""
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens [start, stop) of it, [stop − start] int64."""
+
+
+class Piece(NamedTuple):
+    """Tokens at a position of an example."""
+
+    start: int
+    tokens: Tokens
+
+
+class Answer(NamedTuple):
+    """Tokens [start, stop) of an example to be predicted, right or wrong as a whole."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """A sequence of `length` tokens, plus one: the label of the last."""
+
+    length: int
+    filler: Filler
+    pieces: Sequence[Piece]  # sorted by position, without overlap
+    answers: Sequence[Answer]  # sorted by position
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens [start, stop), [stop − start] int64, with 0 ≤ start ≤ stop ≤ length + 1; generates only these."""
+        assert 0 <= start <= stop <= self.length + 1, (start, stop, self.length)
+        parts, place = [], start
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        for number in range(first, len(self.pieces)):
+            piece = self.pieces[number]
+            if piece.start >= stop:
+                break
+            end = piece.start + len(piece.tokens)
+            if end <= place:
+                continue
+            if place < piece.start:
+                parts.append(self._fill(number, place, piece.start))
+                place = piece.start
+            parts.append(piece.tokens[place - piece.start : min(stop, end) - piece.start])
+            place = min(stop, end)
+        if place < stop:
+            parts.append(self._fill(bisect.bisect_left(self._starts, stop), place, stop))
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def counts(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Mask of the counted labels of tokens [start, stop), [stop − start]; a token's label is the next token."""
+        counts = np.zeros(stop - start, dtype=np.bool_)
+        for answer in self.answers:
+            counts[max(0, answer.start - 1 - start) : max(0, answer.stop - 1 - start)] = True
+        return counts
+
+    @property
+    def num_labels(self) -> int:
+        return sum(answer.stop - answer.start for answer in self.answers)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [piece.start for piece in self.pieces]
+
+    @cached_property
+    def _before(self) -> list[int]:
+        # Total tokens of the pieces before each piece, and of all pieces.
+        return [0, *np.cumsum([len(piece.tokens) for piece in self.pieces]).tolist()]
+
+    def _fill(self, number: int, start: int, stop: int) -> Tokens:
+        # Positions of the example, between pieces `number` − 1 and `number`.
+        return self.filler.read(start - self._before[number], stop - self._before[number])
+
 
 # Invented, without digits, not taken from any corpus.
 _COLOURS = (
@@ -282,3 +368,100 @@ def make_task(config: SyntheticConfig, tokenizer: Tokenizer, vocab_size: int) ->
 def draws_for(config: SyntheticConfig, purpose: str, seed: int, index: int) -> Draws:
     """The draws of example `index`; different for each purpose, such as training and validation."""
     return Draws(f"{purpose}, {config.task.value}", seed, index)
+
+
+class ExampleReader(Reader):
+    """Generates one sequence-parallel rank's shards of examples, each from its number; only labels of answers count.
+
+    Args:
+        example: number → the example.
+        count: of the examples; None: endless.
+    """
+
+    has_labels = True
+
+    def __init__(
+        self, example: Callable[[int], Example], count: int | None, split: DataSplit, description: str = "examples"
+    ) -> None:
+        self._example, self.split, self.description = example, split, description
+        # An endless stream has a number for sums over sources only.
+        self.is_endless, self.num_sequences = count is None, 1 << 40 if count is None else count
+
+    def shard(self, epoch: int, sequence: int, segment: int) -> Shard:
+        """This rank's shard, padded if the split's sequences are longer; generates only its tokens."""
+        example, (start, stop) = self._example(sequence), self.split.range(segment)
+        end = example.length + 1
+        tokens = example.read(min(start, end), min(stop + 1, end))
+        padded = np.pad(tokens, (0, stop - start + 1 - len(tokens)))
+        return Shard(padded, example.counts(start, stop))
+
+    def num_labels(self, epoch: int, sequence: int) -> int:
+        return self._example(sequence).num_labels
+
+
+@dataclass(frozen=True)
+class SyntheticSource(SequenceSource):
+    """Examples of a task, different ones for each `purpose`, "training" or "validation"."""
+
+    config: SyntheticConfig
+    task: ExampleMaker
+    purpose: str
+
+    @property
+    def description(self) -> str:
+        return f"the synthetic task {self.config.task.value}"
+
+    def reader(
+        self, split: DataSplit, shuffle: Shuffle = Shuffle.none, seed: int = 0, number: int = 0
+    ) -> ExampleReader:
+        """A reader of an endless stream. Raises ConfigError if sequences are too short for the task."""
+        self.task.check(split.seq_len, "data.seq_len")
+
+        # Cached: each example of a step is used for its tokens and for its number of labels.
+        @lru_cache(maxsize=64)
+        def example(sequence: int) -> Example:
+            return self.task.example(split.seq_len, draws_for(self.config, self.purpose, seed, sequence))
+
+        return ExampleReader(example, None, split, self.description)
+
+    def describe(self, shuffle: Shuffle, seq_len: int, num_sequences: float) -> str:
+        return f"{self.description}: {num_sequences:,.0f} different sequences of {seq_len:,} tokens"
+
+
+@dataclass(frozen=True)
+class OpenedSynthetic(OpenedData):
+    """A task, with different examples for training and validation."""
+
+    train: list[SyntheticSource]
+    validation: list[SyntheticSource]
+
+    def identity(self) -> dict[str, Any]:
+        config = self.train[0].config
+        settings = {
+            "task": config.task.value,
+            "facts": config.num_facts,
+            "queries": config.num_queries,
+            "alphabet": config.alphabet,
+            "keys": config.num_keys,
+            "digits": config.digits,
+        }
+        own = {f"data.synthetic.{name}": value for name, value in settings.items()}
+        return {**own, "data.tokenizer": load_tokenizer(config.tokenizer).info}
+
+    def tokenizer_files(self) -> Path | None:
+        folder = Path(self.train[0].config.tokenizer)
+        return folder if folder.is_dir() else None
+
+
+def open_synthetic(config: DataConfig, *, vocab_size: int, validate: bool) -> OpenedSynthetic:
+    """Open the task of a configuration.
+
+    Raises:
+        ConfigError: sequences are too short for the task, or its vocabulary exceeds the model's.
+        DataError: the tokenizer cannot be loaded.
+    """
+    settings = config.synthetic
+    task = make_task(settings, load_tokenizer(settings.tokenizer), vocab_size)
+    task.check(config.seq_len, "data.seq_len")
+    held_out = [SyntheticSource(settings, task, "validation")] if validate else []
+    return OpenedSynthetic([SyntheticSource(settings, task, "training")], held_out, [])

@@ -100,4 +100,4 @@ class DelaysConfig(RunsConfig, OfModelConfig):
             key, _, value = text.lstrip("+").partition("=")
             if key == "model.num_layers":
                 raise ConfigError(key, value, "write layers=… here")
-        return self._load_run(f"model.num_layers={self.layers}", f"parallel.strategy={strategy}")
+        return self.load_run(f"model.num_layers={self.layers}", f"parallel.strategy={strategy}")

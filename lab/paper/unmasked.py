@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.mixer_registry import unmasked_mixers
 from zeco_train.collectives.wire import Message
-from zeco_train.config import rules, schema
+from zeco_train.config import schema
 from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.softmax.attention import attend, attend_backward
 from zeco_train.ops.softmax.span import Attended, Span
@@ -77,10 +77,12 @@ class UnmaskedRing(ShardedAttention):
 def unmasked_softmax() -> Iterator[None]:
     """Train models of softmax layers with `model.causal=false`, on two ranks or more."""
 
-    def check(model: rules.LanguageModelConfig, sp: rules.SPConfig, segments: int) -> None:
-        rules.check_attention(dataclasses.replace(model, causal=True), sp, segments)
+    checked = schema.check_attention
+
+    def check(model: schema.LanguageModelConfig, sp: schema.SPConfig, segments: int) -> None:
+        checked(dataclasses.replace(model, causal=True), sp, segments)
 
     ring = dataclasses.replace(METHODS["ring"], build=UnmaskedRing)
-    able = mock.patch.object(rules, "unmasked_mixers", return_value=[*unmasked_mixers(), "softmax"])
+    able = mock.patch.object(schema, "unmasked_mixers", return_value=[*unmasked_mixers(), "softmax"])
     with able, mock.patch.object(schema, "check_attention", check), mock.patch.dict(METHODS, ring=ring):
         yield

@@ -58,20 +58,16 @@ def _read_block(keys: Keys, layers: int, ratio: int) -> dict[str, Any]:
     return {**values, "num_layers": num_layers, "intermediate_size": inner, "attn": _read_attn(keys)}
 
 
-# The inverse of `_read_block`, and keys that are not read.
-def _written_block(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
-    return {
-        **{key: getattr(model, key) for key in (*_COMMON, "intermediate_size")},
-        "attn": _written_attn(model),
-        "attn_mode": "chunk",
-        "elementwise_affine": True,
-        "fuse_cross_entropy": True,
-        "fuse_norm": True,
-        "fuse_swiglu": True,
-        "hidden_act": "swish",
-        "hidden_ratio": None,
-        "max_position_embeddings": seq_len,
-    }
+# In every config.json that is written.
+_WRITTEN = {
+    "attn_mode": "chunk",
+    "elementwise_affine": True,
+    "fuse_cross_entropy": True,
+    "fuse_norm": True,
+    "fuse_swiglu": True,
+    "hidden_act": "swish",
+    "hidden_ratio": None,
+}
 
 
 def _format(
@@ -109,8 +105,9 @@ def _format(
         return {**fields, **read(keys, fields)}
 
     def write_all(model: LanguageModelConfig, seq_len: int) -> dict[str, Any]:
-        own = {key: getattr(model, key) for key in (*values, *optional)}
-        return {**_written_block(model, seq_len), **own, **{key: only[key][0] for key in written}, **write(model)}
+        own = {key: getattr(model, key) for key in (*_COMMON, "intermediate_size", *values, *optional)}
+        own |= {"attn": _written_attn(model), "max_position_embeddings": seq_len}
+        return {**_WRITTEN, **own, **{key: only[key][0] for key in written}, **write(model)}
 
     return ModelFormat(model_type, architecture, "fla", mixer, read_all, write_all, **names)
 

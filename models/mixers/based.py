@@ -126,7 +126,6 @@ class BasedConfig(QuadraticConfig):
 
     @property
     def polynomial(self) -> Polynomial:
-        """The feature map."""
         return Polynomial(1.0, self.feature_dim**-0.25, (2 * self.feature_dim) ** -0.5, self.symmetric)
 
 
@@ -136,15 +135,11 @@ class Based(FeatureMapAttention):
     config_class = BasedConfig
     title = "Based (Arora et al., 2024, arXiv 2402.18668)"
 
-    def __init__(self, config: BasedConfig, layer: int) -> None:
-        super().__init__(config, layer)
-        self.polynomial = config.polynomial
-
     def _map_features(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         return keep_inputs(self._features, q), keep_inputs(self._features, k)
 
     def _features(self, x: Tensor) -> Tensor:
-        return self.polynomial(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
+        return self.config.polynomial(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
 
 
 def keep_inputs(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -126,10 +126,7 @@ class GatedLinearAttention(OperatorMixer):
     def __init__(self, config: GLAConfig, layer: int) -> None:
         super().__init__(config, layer)
         width, groups = config.hidden_size, config.num_kv_groups
-        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
-        self.state_shapes = ((config.num_heads, self.head_k_dim, self.head_v_dim),)
-        self.gate_logit_normalizer, self.clamp_min = config.gate_logit_normalizer, config.clamp_min
-        self.num_kv_groups = config.num_kv_groups
+        self.state_shapes = ((config.num_heads, config.head_k_dim, config.head_v_dim),)
         self.feature_map = config.feature_map and config.feature_map.function
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = Projection(width, config.key_dim)
@@ -142,25 +139,25 @@ class GatedLinearAttention(OperatorMixer):
         )
         self.o_proj = Projection(config.value_dim, width)
         if config.use_output_gate:
-            self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
+            self.g_norm_swish_gate = GatedRMSNorm(config.head_v_dim, config.norm_eps)
         else:
-            self.g_norm = RMSNorm(self.head_v_dim, config.norm_eps)
+            self.g_norm = RMSNorm(config.head_v_dim, config.norm_eps)
 
     def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
-        down, up = (cast(nn.Linear, projection) for projection in self.gk_proj)
+        config, (down, up) = self.config, (cast(nn.Linear, projection) for projection in self.gk_proj)
         gates = () if self.g_proj is None else (self.g_proj,)
         q, k, v, *gate, low_rank = project(x, self.q_proj, self.k_proj, self.v_proj, *gates, down)
-        q, k = (tensor.unflatten(-1, (-1, self.head_k_dim)) for tensor in (q, k))
-        v, *gate = (tensor.unflatten(-1, (-1, self.head_v_dim)) for tensor in (v, *gate))
-        if self.feature_map is not None:
+        q, k = (tensor.unflatten(-1, (-1, config.head_k_dim)) for tensor in (q, k))
+        v, *gate = (tensor.unflatten(-1, (-1, config.head_v_dim)) for tensor in (v, *gate))
+        if config.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
         # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
         logits = up(low_rank).to(accumulation_dtype(x.dtype))
-        g = (F.logsigmoid(logits) / self.gate_logit_normalizer).unflatten(-1, (-1, self.head_k_dim))
-        if self.clamp_min is not None:
-            g = g.clamp_min(self.clamp_min)
-        if self.num_kv_groups > 1:
-            k, v, g = (tensor.repeat_interleave(self.num_kv_groups, dim=-2) for tensor in (k, v, g))
-        o = run("gla", (q, k, v, g), self.head_k_dim**-0.5)
+        g = (F.logsigmoid(logits) / config.gate_logit_normalizer).unflatten(-1, (-1, config.head_k_dim))
+        if config.clamp_min is not None:
+            g = g.clamp_min(config.clamp_min)
+        if config.num_kv_groups > 1:
+            k, v, g = (tensor.repeat_interleave(config.num_kv_groups, dim=-2) for tensor in (k, v, g))
+        o = run("gla", (q, k, v, g), config.head_k_dim**-0.5)
         normed = self.g_norm_swish_gate(o, *gate) if gate else self.g_norm(o)
         return self.o_proj(normed.flatten(-2))

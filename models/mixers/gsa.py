@@ -69,7 +69,6 @@ class GatedSlotAttention(OperatorMixer):
         width, groups, heads, slots = config.hidden_size, config.num_kv_groups, config.num_heads, config.num_slots
         self.head_dims = config.head_k_dim, config.head_k_dim, config.head_v_dim, slots
         self.state_shapes = (heads, slots, config.head_k_dim), (heads, slots, config.head_v_dim)
-        self.gate_logit_normalizer, self.num_kv_groups = config.gate_logit_normalizer, groups
         self.feature_map = config.feature_map and config.feature_map.function
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = Projection(width, config.key_dim)
@@ -82,14 +81,14 @@ class GatedSlotAttention(OperatorMixer):
     def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         projected = project(x, self.q_proj, self.k_proj, self.v_proj, self.f_proj)
         q, k, v, logits = (y.unflatten(-1, (-1, dim)) for y, dim in zip(projected, self.head_dims, strict=True))
-        if self.feature_map is not None:
+        if self.config.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
         # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
         wide = accumulation_dtype(x.dtype)
-        g = F.logsigmoid(logits.to(wide)) / self.gate_logit_normalizer
+        g = F.logsigmoid(logits.to(wide)) / self.config.gate_logit_normalizer
         operands: tuple[Tensor, ...] = k, F.silu(v), (-torch.expm1(g)).to(x.dtype), g
-        if self.num_kv_groups > 1:
-            operands = tuple(y.repeat_interleave(self.num_kv_groups, dim=-2) for y in operands)
+        if (groups := self.config.num_kv_groups) > 1:
+            operands = tuple(y.repeat_interleave(groups, dim=-2) for y in operands)
         k, v, s, g = operands
         # fp32 again: the gradient of bf16 weights, which do not add up to 1, has four times the error (1.5e-2).
         p = run("gsa", (q, k, s, g), 1.0).softmax(-1, dtype=wide).to(x.dtype)

@@ -139,7 +139,6 @@ class HGRN(OperatorMixer):
 
     def __init__(self, config: HGRNConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.head_dim = config.head_dim
         self.state_shapes = ((config.width // config.head_dim, config.head_dim, 1),)
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.i_proj = Projection(config.hidden_size, config.width)
@@ -152,5 +151,5 @@ class HGRN(OperatorMixer):
         assert shared is not None, "the model has lower bounds"
         inputs, logits, gate = project(x, self.i_proj, self.f_proj, self.g_proj)
         written, g = forget_gate(logits, shared)
-        u, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (swiglu(inputs, written), g))
+        u, g = (tensor.unflatten(-1, (-1, self.config.head_dim)) for tensor in (swiglu(inputs, written), g))
         return self.o_proj(self.g_norm(run("hgrn", (u, g), 1.0).flatten(-2), gate))

@@ -74,7 +74,6 @@ class HGRN2(OperatorMixer):
 
     def __init__(self, config: HGRN2Config, layer: int) -> None:
         super().__init__(config, layer)
-        self.head_dim = config.head_dim
         self.state_shapes = ((config.num_heads, config.head_dim, config.head_dim),)
         width = config.hidden_size
         # `init_weights` draws in this order: reordering the modules changes the initial values.
@@ -88,5 +87,6 @@ class HGRN2(OperatorMixer):
         assert shared is not None, "the model has lower bounds"
         q, logits, v = project(x, self.q_proj, self.f_proj, self.i_proj)
         k, g = forget_gate(logits, shared)
-        q, k, v, g = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (F.silu(q), k, v, g))
-        return self.o_proj(self.g_norm(run("gla", (q, k, v, g), self.head_dim**-0.5).flatten(-2)))
+        width = self.config.head_dim
+        q, k, v, g = (tensor.unflatten(-1, (-1, width)) for tensor in (F.silu(q), k, v, g))
+        return self.o_proj(self.g_norm(run("gla", (q, k, v, g), width**-0.5).flatten(-2)))

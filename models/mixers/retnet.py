@@ -53,10 +53,8 @@ class FixedDecayAttention(OperatorMixer):
 
     def __init__(self, config: FixedDecayConfig, layer: int, *, scale: float) -> None:
         super().__init__(config, layer)
-        self.rope_theta, self.scale = config.rope_theta, scale
-        self.reads_positions = config.rope_theta is not None
-        self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim
-        self.state_shapes = ((config.num_heads, self.head_k_dim, self.head_v_dim),)
+        self.scale, self.reads_positions = scale, config.rope_theta is not None
+        self.state_shapes = ((config.num_heads, config.head_k_dim, config.head_v_dim),)
         width, keys, values = config.hidden_size, config.key_dim, config.value_dim
         # `init_weights` draws in this order: reordering the modules changes the initial values.
         self.q_proj = Projection(width, keys)
@@ -75,11 +73,11 @@ class FixedDecayAttention(OperatorMixer):
 
     def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         *projected, gate = project(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
-        sizes = self.head_k_dim, self.head_k_dim, self.head_v_dim
+        sizes = self.config.head_k_dim, self.config.head_k_dim, self.config.head_v_dim
         q, k, v = (self._activate(y).unflatten(-1, (-1, size)) for y, size in zip(projected, sizes, strict=True))
-        if self.rope_theta is not None:
+        if self.config.rope_theta is not None:
             assert positions is not None, "the model asks for positions"
-            q, k = rotate(q, k, positions, self.rope_theta)
+            q, k = rotate(q, k, positions, self.config.rope_theta)
         o = run("fixed_decay", (q, k, v, self.log_decay.to(accumulation_dtype(x.dtype))), self.scale)
         return self.o_proj(self._norm_and_gate(o, gate))
 
@@ -116,10 +114,10 @@ class MultiScaleRetention(FixedDecayAttention):
 
     def __init__(self, config: RetNetConfig, layer: int) -> None:
         super().__init__(config, layer, scale=config.head_k_dim**-0.5)
-        self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, config.norm_eps)
+        self.g_norm_swish_gate = GatedRMSNorm(config.head_v_dim, config.norm_eps)
 
     def constants(self) -> Mapping[str, Tensor]:
         return {"log_decay": log_decays(self.config.num_heads)}
 
     def _norm_and_gate(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.g_norm_swish_gate(o, gate.unflatten(-1, (-1, self.head_v_dim))).flatten(-2)
+        return self.g_norm_swish_gate(o, gate.unflatten(-1, (-1, self.config.head_v_dim))).flatten(-2)

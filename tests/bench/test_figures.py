@@ -88,14 +88,14 @@ def test_figure_shows_times_and_balance() -> None:
         for name in ("all_gather", "gla:zeco")
         for tokens in (16, 64)
     ]
-    figure = figures._draw_attention(rows, "here")
+    figure = dict(figures._attention(rows, "here"))["attention"]
     assert figure is not None
     assert [len(axes.patches) for axes in figure.axes] == [4, 0, 4, 0]
     assert [line.get_xdata()[0] for line in figure.axes[1].lines] == [1.02, 1.02, 1.0]
     assert figure.axes[2].yaxis_inverted(), "the first variant is on top"
     for each in rows:
         del each["slowest"]
-    assert len(figures._draw_attention(rows, "here").axes) == 2
+    assert len(dict(figures._attention(rows, "here"))["attention"].axes) == 2
     assert not [*figures._attention([{**row, "pass": "forward"}], "here")]
 
 

@@ -14,8 +14,7 @@ from tests.support.commands import run_here, train_here
 from tests.support.distributed import run_distributed
 from tests.support.stores import write_tokens
 from tests.support.training import train
-from zeco_train.config.rules import check_documents
-from zeco_train.config.schema import load_config
+from zeco_train.config.schema import check_documents, load_config
 from zeco_train.errors import ConfigError, ZecoError
 from zeco_train.evaluate import __main__ as evaluate
 from zeco_train.evaluate.scoring import ScoreRequest

@@ -15,8 +15,7 @@ from data.loader.batches import DataSplit
 from data.loader.loader import SequenceLoader, validation_batches
 from data.loader.opening import open_data
 from data.synthetic import FIRST_SYMBOL, SyntheticConfig, Task
-from data.synthetic.example import Example
-from data.synthetic.tasks import Texts, draws_for, make_task
+from data.synthetic.tasks import Example, Texts, draws_for, make_task
 from data.tokenizer import ByteTokenizer
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError

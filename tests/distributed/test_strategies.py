@@ -1,7 +1,8 @@
-"""ZeRO-1 and torch's DDP train as `ddp` does, on any ranks, with every optimizer, in segments, with recomputation."""
+"""Strategies train as `ddp` does, on any ranks, with every optimizer, in segments, with recomputation."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.support.sp_reference import RecordedExchange
 from tests.support.steps import Case, Result, make_mesh, run_steps, worst, write_documents
 from tests.support.training import largest_difference, train
 from zeco_train.config.schema import load_config
-from zeco_train.distributed.config import Strategy
+from zeco_train.distributed.config import ParallelConfig, Strategy, count_shards
 from zeco_train.errors import ConfigError
 from zeco_train.ops.recompute import Recompute
 from zeco_train.sp.backend_registry import SPConfig
@@ -68,7 +69,9 @@ def test_losses_and_parameters_are_those_of_ddp(
     world_size: int, sp_size: int, settings: list[dict[str, Any]], store: str
 ) -> None:
     strategies = [(Strategy.zero1, -1), (Strategy.torch_ddp, -1)]
-    strategies += [(Strategy.zero1, 2)] * (world_size == 4)
+    strategies += [(Strategy.zero1, 2), (Strategy.zero3, 2)] * (world_size == 4)
+    if world_size == 4 and settings is ALL:
+        strategies += itertools.product((Strategy.zero2, Strategy.hsdp), (-1, 2, 4))
     for own in settings:
         cases = [(strategy, size, own) for strategy, size in ((Strategy.ddp, -1), *strategies)]
         by_rank = run_distributed(_train, world_size, store, sp_size, cases)
@@ -78,9 +81,11 @@ def test_losses_and_parameters_are_those_of_ddp(
                 errors = worst(results[number], expected)
                 # Sums over ranks are regrouped; measured 6e-13 at most, of norms with Muon.
                 assert max(errors.values()) <= 1e-12, (strategy, size, own, errors)
+            # Each group of adjacent ranks holds the model once.
             held = [results[number].held for results in by_rank]
-            copies = {1: 1, -1: 1 if strategy is Strategy.zero1 else world_size}.get(size, world_size // size)
-            assert sum(held) == copies * expected.held, (strategy, size)
+            shards = count_shards(strategy, size, world_size, sp_size)
+            groups = [sum(held[first : first + shards]) for first in range(0, world_size, shards)]
+            assert groups == [expected.held] * (world_size // shards), (strategy, size)
 
 
 def _every_pair() -> list[Strategy]:
@@ -126,3 +131,22 @@ def test_runs_go_on_by_another_strategy(strategies: list[Strategy], tmp_path: Pa
 def test_torch_ddp_is_refused_what_it_does_not_do(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"^{wrong}: must be .* with parallel=torch_ddp"):
         load_config(["parallel=torch_ddp", wrong])
+
+
+def test_mistakes_name_the_size() -> None:
+    for arguments, message in (
+        (["parallel=ddp", "parallel.shard_size=2"], "parallel.shard_size=2: ddp shards nothing"),
+        (["parallel.shard_size=0"], "parallel.shard_size=0: must be ≥ 1, or -1 for the strategy's default"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            load_config(arguments)
+    with pytest.raises(ConfigError, match=r"^parallel.shard_size=3: must divide the world size 4: 1, 2, 4, or -1"):
+        count_shards(Strategy.zero3, 3, 4, 2)
+
+
+def test_default_is_the_world_and_with_hsdp_a_sequence() -> None:
+    strategies = Strategy.ddp, Strategy.zero2, Strategy.zero3
+    assert [count_shards(strategy, -1, 8, 2) for strategy in strategies] == [1, 8, 8]
+    assert [count_shards(Strategy.hsdp, size, 8, 2) for size in (-1, 4)] == [2, 4]
+    assert str(ParallelConfig()) == "zero2"
+    assert str(ParallelConfig(Strategy.hsdp, shard_size=4)) == "hsdp within 4 ranks"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.synthetic.example import Answer, Example, Tokens
+from data.synthetic.tasks import Answer, Example, Tokens
 from models.language_model import LanguageModel
 from models.spec import ModelSpec
 from tests.support.commands import check_line, run_here, train_here

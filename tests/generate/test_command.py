@@ -22,8 +22,7 @@ from tests.support.commands import TORCHRUN, Command, Outcome, check_line, run_h
 from zeco_train import export
 from zeco_train.generate import __main__ as command
 from zeco_train.generate import generator
-from zeco_train.generate.__main__ import parse, read_prompts
-from zeco_train.generate.output import Printer
+from zeco_train.generate.__main__ import Printer, parse, read_prompts
 from zeco_train.hf.folder import ORIGIN_FILE
 
 __all__ = ["control_tokens"]

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from zeco_train.errors import ConfigError
-from zeco_train.generate.generator import Completion, Limits, _Key, _Row
+from zeco_train.generate.generator import Completion, Limits, StopTexts, TextStream, _Key, _Row
 from zeco_train.generate.sampling import Sampler, Sampling, probabilities
-from zeco_train.generate.text import StopTexts, TextStream
 
 BYTES = ByteTokenizer()
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from models.mixers.retnet import RetNetConfig
 from models.spec import spec_of
 from zeco_train.config.schema import load_config
 from zeco_train.errors import ConfigError
-from zeco_train.hf.card import _memory, _softmax
+from zeco_train.export import _memory, _softmax
 from zeco_train.hf.config_json import from_config_json, to_config_json
 
 pytestmark = pytest.mark.numeric

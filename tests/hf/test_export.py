@@ -24,9 +24,8 @@ from tests.support.training import full, train
 from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
 from zeco_train.export import ExportSettings, export
-from zeco_train.hf.config_json import from_config_json
+from zeco_train.hf.config_json import StoredModel, from_config_json
 from zeco_train.hf.folder import INDEX_FILE, WEIGHTS_FILE
-from zeco_train.hf.names import StoredModel
 from zeco_train.hf.parity import ParitySettings, check_states_are_passed, compare, line
 from zeco_train.hf.trained import find_trained, load_trained
 from zeco_train.hf.weights import write_weights

@@ -12,7 +12,7 @@ from data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from models.formats.format_registry import FORMATS
 from tests.data.test_tokenizer import LINES, TEXT, byte_pairs, folder_of
 from zeco_train.errors import DataError
-from zeco_train.hf.tokenizer import tokenizer_info, write_tokenizer
+from zeco_train.hf.folder import tokenizer_info, write_tokenizer
 
 
 @pytest.mark.few(3)

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from tests.support.commands import REPOSITORY
 from zeco_train.errors import CommunicationError
 from zeco_train.lifecycle import logs, watch
-from zeco_train.lifecycle.board import BoundedStore
 from zeco_train.lifecycle.join import Launch
-from zeco_train.lifecycle.watch import Watchdog
+from zeco_train.lifecycle.watch import BoundedStore, Watchdog
 from zeco_train.system import background
 
 pytestmark = pytest.mark.processes

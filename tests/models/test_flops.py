@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -81,14 +80,6 @@ def test_linear_flops_equal_counted_flops(monkeypatch: pytest.MonkeyPatch, recom
     # Two backward products for each forward one.
     forward, both = (spec_of(SMALL).flops_per_token(TOKENS, backward=backward) for backward in (False, True))
     assert (3 * forward.linear, 3 * forward.head) == (both.linear, both.head)
-
-
-@pytest.mark.slow
-def test_linear_flops_with_grouped_heads_and_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = dataclasses.replace(SMALL, num_heads=6, num_kv_heads=2, use_output_gate=False)
-    flops = flops_of(config, Recompute.full, 1)
-    counted = count_step(monkeypatch, Recompute.full, 1, config)
-    assert counted == pytest.approx(TOKENS * (flops.linear + flops.head), rel=1e-12)
 
 
 def in_place_product(added_to: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **options: Any) -> int:

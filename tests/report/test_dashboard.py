@@ -11,12 +11,11 @@ import pytest
 from wandb_workspaces import workspaces as ws
 from wandb_workspaces.workspaces import internal
 
+from launch import wandb_dashboard as dashboard
+from launch.wandb_dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, create_chart
 from zeco_train.errors import ConfigError
-from zeco_train.report import dashboard
-from zeco_train.report.dashboard import COMPARISONS, as_json, build, chart_name, chart_spec, create_chart
 from zeco_train.tracking.loggers import LoggerConfig, WandbLogger
-from zeco_train.tracking.metrics import StepMetrics
-from zeco_train.tracking.starts import Layout
+from zeco_train.tracking.metrics import Layout, StepMetrics
 
 
 def panels(written: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from zeco_train.report.measurements import Spread, read
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.figures import new_figure
 from zeco_train.system.paths import check_outputs
-from zeco_train.tracking.starts import Layout, Start, append_start
+from zeco_train.tracking.metrics import Layout, Start, append_start
 
 RESULTS = Path(__file__).resolve().parents[2] / "lab" / "results"
 DP = Layout("dp", "gla_tiny", 2048, 1, 2, "zero2", 1, "fp32", "a CPU")

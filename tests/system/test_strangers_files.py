@@ -27,8 +27,8 @@ from zeco_train.bench.figures import plot_files
 from zeco_train.checkpoint.files import read_record
 from zeco_train.config.schema import read_config
 from zeco_train.errors import CheckpointError, ConfigError, DataError
+from zeco_train.generate.__main__ import Printer
 from zeco_train.generate.generator import Completion
-from zeco_train.generate.output import Printer
 from zeco_train.hf.folder import stored_weights
 from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.report.__main__ import write_report

@@ -25,7 +25,7 @@ from zeco_train.tracking.loggers import (
     WandbLogger,
     build_logger,
 )
-from zeco_train.tracking.starts import Layout, Start, length_name
+from zeco_train.tracking.metrics import Layout, Start, length_name
 
 LAYOUT = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 
@@ -105,7 +105,7 @@ def test_layout_tags_and_group() -> None:
 # Runs in a separate interpreter, since W&B starts a process and keeps state. The second start finds the run's id only
 # in its folder, as after a kill before the first checkpoint.
 _OFFLINE = """
-import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
+import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.metrics import *
 layout = Layout("zeco", "gla_tiny", 1 << 20, 4, 8, "zero2", 1, "fp32", "a CPU")
 ids = []
 for first, last in ((1, 5), (3, 6)):

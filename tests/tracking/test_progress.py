@@ -20,8 +20,8 @@ from tests.tracking.test_metrics import metrics
 from zeco_train.errors import ConfigError
 from zeco_train.lifecycle.logs import close_logging, setup_logging
 from zeco_train.system.numbers import compact
-from zeco_train.tracking import progress
-from zeco_train.tracking.progress import ProgressDisplay, summary_line
+from zeco_train.tracking import recorder
+from zeco_train.tracking.recorder import ProgressDisplay, summary_line
 
 
 class Terminal(io.StringIO):
@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 
 def test_progress_lines_without_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(recorder.time, "monotonic", lambda: now[0])
     display = ProgressDisplay(100)
     display.advance(1)
     display.report(metrics(1, step_seconds=2.0).as_dict())
@@ -79,7 +79,7 @@ def test_disabled_display_prints_nothing(capfd: pytest.CaptureFixture[str]) -> N
 @pytest.mark.slow
 def test_closed_pipe_does_not_end_run() -> None:
     script = (
-        "import sys; from zeco_train.tracking.progress import ProgressDisplay\n"
+        "import sys; from zeco_train.tracking.recorder import ProgressDisplay\n"
         "display = ProgressDisplay(10000)\n"
         "for step in range(1, 10001): display.report({'step': step, 'loss': 5.0, 'step_seconds': 0.1})\n"
         "print('the last line of a run')\n"
@@ -101,7 +101,7 @@ def test_closed_pipe_does_not_end_run() -> None:
 def test_warnings_appear_above_progress_bar(tmp_path: Path) -> None:
     script = (
         "import logging, sys; from zeco_train.lifecycle.logs import setup_logging\n"
-        "from zeco_train.tracking.progress import ProgressDisplay\n"
+        "from zeco_train.tracking.recorder import ProgressDisplay\n"
         "setup_logging(sys.argv[1], 0)\n"
         "display = ProgressDisplay(2)\n"
         "display.report({'step': 1, 'loss': 5.0, 'step_seconds': 0.1})\n"

@@ -18,8 +18,7 @@ from zeco_train.errors import DataError
 from zeco_train.report import __main__ as report
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.charts import PLOT_FILE, VALIDATION_FILE, plot_validations
-from zeco_train.tracking.metrics import read_metrics
-from zeco_train.tracking.starts import STARTS_FILE
+from zeco_train.tracking.metrics import STARTS_FILE, read_metrics
 from zeco_train.training import trainer
 
 DATA = DataError.exit_code

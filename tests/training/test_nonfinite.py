@@ -25,8 +25,7 @@ from zeco_train.training import build
 from zeco_train.training.build import build_model
 from zeco_train.training.config import skip_limit
 from zeco_train.training.forward import SequenceForward
-from zeco_train.training.step import TrainingStep
-from zeco_train.training.step_totals import PendingNumbers
+from zeco_train.training.step import PendingNumbers, TrainingStep
 
 pytestmark = pytest.mark.numeric
 

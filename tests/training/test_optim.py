@@ -29,8 +29,7 @@ from zeco_train.tracking.metrics import Column, PassNumbers, StepNumbers, T
 from zeco_train.training.checks import join_ranks
 from zeco_train.training.optim.optimizer_registry import OPTIMIZERS, OptimConfig, build_optimizer
 from zeco_train.training.schedule import ScheduleConfig, ScheduleKind, learning_rate
-from zeco_train.training.step import TrainingStep
-from zeco_train.training.step_totals import add, clear, new_totals, over_ranks
+from zeco_train.training.step import TrainingStep, add, clear, new_totals, over_ranks
 
 pytestmark = pytest.mark.numeric
 

@@ -321,7 +321,6 @@ class AttentionConfig(RunsConfig):
         return self.heads if self.key_heads is None else self.key_heads
 
     def shape(self, variant: AttentionVariant, tokens: int) -> Shape:
-        """The sizes of a variant's operands."""
         operator, groups = ("softmax", self.num_key_heads) if variant.backend is None else (LINEAR, None)
         return Shape(self.heads, self.head_dim, self.head_dim, tokens, operator, groups)
 

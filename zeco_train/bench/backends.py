@@ -52,7 +52,6 @@ class RandomTokens:
 
     @property
     def per_step(self) -> int:
-        """Tokens per rank of a step."""
         return self.micro_batches * self.count
 
     def numbers(self, step: int) -> range:

@@ -55,7 +55,8 @@ class Report:
         self.failures: list[str] = []
         self._session, self._columns = session, columns
         # Before anything is measured: results that cannot be written would be lost.
-        session.agree(self._check_folder)
+        names = RESULTS_FILE, TABLE_FILE
+        session.agree(lambda: check_outputs("out", self.folder, names) if session.mesh.is_main else None)
         self._header = {
             "format": FORMAT,
             "case": case,
@@ -67,7 +68,6 @@ class Report:
         }
 
     def note(self, text: str) -> None:
-        """Print and store a note about the whole run."""
         self.notes.append(text)
         self._session.say(text)
 
@@ -106,12 +106,7 @@ class Report:
             figures.plot([self.as_json()], self.folder)
 
     def as_json(self) -> dict[str, Any]:
-        """The content of results.json."""
         return {**self._header, "notes": self.notes, "rows": self.rows}
-
-    def _check_folder(self) -> None:
-        if self._session.mesh.is_main:
-            check_outputs("out", self.folder, (RESULTS_FILE, TABLE_FILE))
 
     def _write(self) -> None:
         if self._session.mesh.is_main:

@@ -138,10 +138,8 @@ class _Inputs:
     def _scan(self, variant: Variant) -> tuple[Subject, Results]:
         scan = self._session.exchange(variant, self.state.numel()).states
         # Run both directions before checking either: a rank that raises would leave the others waiting.
-        results = {}
-        for direction in ("forward", "reverse"):
-            reverse = direction == "reverse"
-            results[direction] = (self._once(scan, reverse).clone(), self._expected(reverse))
+        directions = {"forward": False, "reverse": True}
+        results = {name: (self._once(scan, way).clone(), self._expected(way)) for name, way in directions.items()}
         return self.subject(variant), results
 
     def subject(self, variant: Variant, purpose: str = "eager") -> Subject:

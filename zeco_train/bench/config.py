@@ -52,11 +52,9 @@ class CaseConfig:
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
-        """Settings from KEY=VALUE arguments."""
         return load_settings(cls, arguments)
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         check_least(self, seed=0)
         if self.out:
             check_path("out", self.out)
@@ -148,7 +146,6 @@ class CollectivesConfig(RunsConfig):
 
     @property
     def chosen(self) -> list[Variant]:
-        """The variants; `ConfigError` for a wrong one."""
         return parse_variants(self.variants, *known.ANCHORS, *SHARING)
 
     def heads(self, size_mb: float) -> int:
@@ -201,7 +198,6 @@ class OperatorConfig(RunsConfig):
 
     @property
     def chosen(self) -> list[Variant]:
-        """The variants; `ConfigError` for a wrong one."""
         return parse_variants(self.variants, *known.OPERATOR_VARIANTS, known.FLA_CP)
 
     def _check_operator(self) -> None:
@@ -248,7 +244,8 @@ class OfModelConfig(BenchConfig):
         config.validate()
         return config
 
-    def _load_run(self, *settings: str) -> Config:
+    def load_run(self, *settings: str) -> Config:
+        """A training run with this model; `ConfigError` for an unknown or invalid one."""
         own = f"train.dtype={self.dtype.name}", f"seed={self.seed}"
         config = load_config([f"model={self.model}", *self.overrides, *own, *settings])
         # The results are read back only with such a name; see `stored`.
@@ -284,11 +281,7 @@ class DecodeConfig(OfModelConfig):
         if sorted(set(self.contexts)) != self.contexts:
             raise ConfigError("contexts", self.contexts, "must rise: one is the beginning of the next")
         check_least(self, steps=1, prefill_tokens=1, check_tokens=2)
-        self.run_config()
-
-    def run_config(self) -> Config:
-        """A run with this model; `ConfigError` for an unknown or invalid one."""
-        return self._load_run()
+        self.load_run()
 
 
 @dataclass
@@ -343,7 +336,7 @@ class LongestConfig(OfModelConfig):
         for name in ("memory_gb", "trial_seconds"):
             if (value := getattr(self, name)) is not None and not 0 < value <= 1e6:
                 raise ConfigError(name, value, "must be > 0 and ≤ 1e6")
-        self._load_run()
+        self.load_run()
 
     def trial_overrides(self, every: int | None, strategy: Strategy, recompute: Recompute, backend: str) -> list[str]:
         """Overrides of a trial's run, all but its files and its length."""
@@ -463,12 +456,10 @@ class ModelConfig(OfModelConfig):
 
     @property
     def chosen(self) -> list[Variant]:
-        """The variants; `ConfigError` for a wrong one."""
         return parse_variants(self.variants, "dp", known.PRODUCTS, *SHARING, "fla", of_model=True)
 
     @property
     def models(self) -> list[ModelSettings]:
-        """The models to measure."""
         own: list[None] = [None]
         combinations = itertools.product(self.mixers or own, self.every or own, self.heads or own)
         return [*itertools.starmap(ModelSettings, combinations)]
@@ -487,7 +478,7 @@ class ModelConfig(OfModelConfig):
         # Refused for a model without softmax layers; a pattern without is there to compare with.
         if self.attention.name != "auto" and every != 0:
             own["sp.attention"] = self.attention.name
-        run = self._load_run(
+        run = self.load_run(
             *(f"{key}={value}" for key, value in own.items() if value is not None),
             *(f"train.{name}={getattr(self, name).name}" for name in ("matmul", "compile", "cuda_graphs", "recompute")),
             f"train.segments={self.segments}",

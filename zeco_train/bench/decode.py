@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.parameters import cast
-from models.spec import ModelSpec, spec_of
+from models.spec import spec_of
 from zeco_train.bench.backends import state_elements
 from zeco_train.bench.case import Case, Report, time_columns
 from zeco_train.bench.config import DecodeConfig
@@ -103,14 +102,11 @@ class _DecodeMeasurement:
             raise ConfigError("variants", config.variants, "CUDA graphs need CUDA")
         if self._variants != config.variants:
             report.note("graph is not measured: there is no CUDA device")
-        self._run = config.run_config()
+        self._run = config.load_run()
         spec, dtype = spec_of(self._run.model), self._run.train.dtype.compute
         calls = [*spec.calls(dtype), *spec.calls(dtype, steps=True)]
         self._slow = session.check_kernels(config.kernels, calls)
-        with torch.device("meta"):
-            self._model = ModelSpec(self._run.model).build()
-            cast(self._model, self._run.train.dtype.compute)
-        self._model.to_empty(device=session.device)
+        self._model = spec.allocate(dtype, session.device)
         self._model.init_weights(self._run.seed)
         self._model.eval().requires_grad_(False)
         exchange = session.exchange(backend_variant("zeco"), state_elements(self._run), with_halo=spec.needs_halo)
@@ -149,7 +145,10 @@ class _DecodeMeasurement:
             found = self._prefill.run([ids], states=states, position=position, capacity=context + timed)
             assert found is not None
             logits, states = found
-            rate, position = (context - position) / self._seconds_since(started), context
+            if self._session.on_cuda:
+                torch.cuda.synchronize()
+            rate = (context - position) / max(self._session.gather(time.monotonic() - started))
+            position = context
             yield _Context(context, logits, states, rate)
 
     def _time(self, kind: _Kind, steps: int) -> None:
@@ -213,8 +212,3 @@ class _DecodeMeasurement:
 
     def _random(self, count: int) -> Tensor:
         return torch.randint(self._run.model.vocab_size, (count,), generator=self._tokens)
-
-    def _seconds_since(self, started: float) -> float:
-        if self._session.on_cuda:
-            torch.cuda.synchronize()
-        return max(self._session.gather(time.monotonic() - started))

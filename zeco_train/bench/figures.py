@@ -184,14 +184,10 @@ def _operator_tokens(rows: list[Row], machine: str) -> Figure:
 
 
 def _attention(rows: list[Row], machine: str) -> Figures:
-    rows = [row for row in rows if row["pass"] == "forward_backward"]
-    if rows:
-        yield "attention", _draw_attention(rows, machine)
-
-
-def _draw_attention(rows: Sequence[Row], machine: str) -> Figure:
     # For each number of tokens milliseconds, of which exposed communication is hatched; and, where it was profiled, the
     # slowest rank's work over the mean.
+    if not (rows := [row for row in rows if row["pass"] == "forward_backward"]):
+        return None
     counts = sorted({row["tokens"] for row in rows})
     variants, first = _variants(rows), rows[0]
     window = "" if first.get("window") is None else f", window {first['window']:,}"
@@ -217,7 +213,7 @@ def _draw_attention(rows: Sequence[Row], machine: str) -> Figure:
             right.axvline(1.0, color=GREY, linewidth=0.8)
             right.set_xlabel("work of the slowest rank over the mean")
             finish_axes(right, "x")
-    return figure
+    yield "attention", figure
 
 
 def _attention_colour(variant: str) -> str:

@@ -31,8 +31,7 @@ from zeco_train.config.schema import Config
 from zeco_train.distributed.mesh import ProcessMesh, device_mesh
 from zeco_train.distributed.parallelize import reshard
 from zeco_train.errors import ConfigError
-from zeco_train.hf.config_json import check_expressible
-from zeco_train.hf.names import renamed
+from zeco_train.hf.config_json import check_expressible, renamed
 from zeco_train.training.config import Dtype
 from zeco_train.training.optim.optimizer_registry import build_optimizer
 

@@ -155,7 +155,6 @@ class Session:
         return choice_of(self.exchange(variant, state_elements)) if variant.has_scan else None
 
     def drain(self) -> None:
-        """Wait until all scans are received and sent."""
         for exchange in self._exchanges.values():
             exchange.drain()
 

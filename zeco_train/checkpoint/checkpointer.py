@@ -142,7 +142,6 @@ class Checkpointer:
             self._save.staged.result()
 
     def is_saved(self, progress: Progress) -> bool:
-        """Whether this step is in the last checkpoint."""
         return self._saved_at == progress.step
 
     def close(self) -> None:

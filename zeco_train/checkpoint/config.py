@@ -48,7 +48,6 @@ class CheckpointConfig:
     missing: Missing = Missing.refuse
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         check_least(self, "checkpoint", every=0, minutes=0, keep=0)
         if self.load is not None and (problem := path_problem(self.load.removeprefix(HF_PREFIX))) is not None:
             raise ConfigError("checkpoint.load", shown(self.load), problem)

@@ -84,7 +84,6 @@ class CheckpointWriter(FileSystemWriter):
 
     @property
     def partial(self) -> Path:
-        """The folder of the incomplete checkpoint."""
         return Path(self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:

@@ -30,22 +30,16 @@ class UnitParameter:
 
     @property
     def sharded(self) -> nn.Parameter:
-        parameter = self._record.sharded_param
-        assert isinstance(parameter, nn.Parameter)
-        return parameter
+        return self._record.sharded_param
 
     @property
     def shard(self) -> Tensor:
         """Its local tensor itself: `to_local` would make another one, without the attributes set here."""
-        shard = self._record.sharded_param._local_tensor
-        assert isinstance(shard, Tensor)
-        return shard
+        return self._record.sharded_param._local_tensor
 
     @property
     def module(self) -> nn.Module:
-        module = self._record._module_info.module
-        assert isinstance(module, nn.Module)
-        return module
+        return self._record._module_info.module
 
 
 def unit_parameters(module: FSDPModule) -> tuple[list[UnitParameter], torch.device | None]:

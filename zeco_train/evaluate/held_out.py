@@ -11,7 +11,7 @@ from data.config import DataKind, check_seq_len
 from data.loader.opening import open_held_out
 from data.loader.sequences import for_task
 from data.tokenizer import BYTES
-from zeco_train.config.rules import check_documents
+from zeco_train.config.schema import check_documents
 from zeco_train.distributed.mesh import main_first
 from zeco_train.errors import ConfigError
 from zeco_train.evaluate.evaluation import Evaluation
@@ -21,7 +21,7 @@ from zeco_train.lifecycle.join import check_same
 from zeco_train.system.numbers import length_name
 from zeco_train.tracking.charts import POSITIONS_PLOT_FILE, position_figure
 from zeco_train.tracking.positions import PositionLosses, ValidationLoss
-from zeco_train.training.validation import Validation, split_of
+from zeco_train.training.forward import Validation, split_of
 
 _ALL = 1 << 62
 

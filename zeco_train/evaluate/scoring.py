@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.loader.batches import Batch, DataSplit
-from data.synthetic.example import Answer, Example
-from data.synthetic.source import ExampleReader
+from data.synthetic.tasks import Answer, Example, ExampleReader
 from zeco_train.system.numbers import IGNORE_INDEX
 from zeco_train.training.forward import SequenceForward
 

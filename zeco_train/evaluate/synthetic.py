@@ -13,8 +13,7 @@ from torch import Tensor
 
 from data.config import DataKind, check_seq_len
 from data.synthetic import SyntheticConfig, Task
-from data.synthetic.example import Example
-from data.synthetic.tasks import draws_for, make_task
+from data.synthetic.tasks import Example, draws_for, make_task
 from data.tokenizer import ByteTokenizer
 from models.mixer_registry import check_document
 from zeco_train.config.schema import to_plain

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 from data.tokenizer import BYTES, HuggingFaceTokenizer, Tokenizer, load_tokenizer, tokenizer_files, tokenizer_name
 from models.config import LanguageModelConfig
 from models.language_model import LanguageModel
-from models.parameters import cast
 from models.spec import spec_of
 from zeco_train.checkpoint.files import PROGRESS_FILE, complete_checkpoints, is_hf_folder, read_progress, read_record
 from zeco_train.config.composing import stored_class
@@ -29,8 +27,7 @@ from zeco_train.distributed.mesh import Device, ProcessMesh, find_device, host_g
 from zeco_train.distributed.parallelize import parallelize
 from zeco_train.errors import CheckpointError, ConfigError, DataError
 from zeco_train.hf.config_json import model_fields
-from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model
-from zeco_train.hf.tokenizer import tokenizer_info
+from zeco_train.hf.folder import EXPORT_FORMAT, ORIGIN_FILE, checked_model, tokenizer_info
 from zeco_train.hf.weights import load_weights, stored_dtype
 from zeco_train.lifecycle.end import Job
 from zeco_train.lifecycle.join import Launch
@@ -154,13 +151,7 @@ def load_trained(
         CheckpointError: the weights are damaged or of another model.
         ConfigError: the ranks found different checkpoints.
     """
-    # On meta: initial values would be overwritten by the stored ones.
-    with torch.device("meta"):
-        model = spec_of(trained.model).build()
-        cast(model, dtype.compute)
-    model.to_empty(device=mesh.device)
-    # `to_empty` replaces each module's parameters separately, which unties them.
-    model.tie_weights()
+    model = spec_of(trained.model).allocate(dtype.compute, mesh.device)
     if strategy is not None:
         parallelize(model, model.sharding_units(), strategy, dtype.compute, mesh, shard_size)
     load_weights(trained.path, model, mesh, host_group(mesh) if mesh.world_size > 1 else None)

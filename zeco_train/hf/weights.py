@@ -29,8 +29,8 @@ from zeco_train.checkpoint.weights import damage_of, read_state
 from zeco_train.distributed.mesh import ProcessMesh, agree
 from zeco_train.distributed.owned_matrices import local
 from zeco_train.errors import CheckpointError, system_errors
+from zeco_train.hf.config_json import FileTensors, StoredModel
 from zeco_train.hf.folder import INDEX_FILE, ORIGIN_FILE, WEIGHTS_FILE, StoredTensors, checked_tensors
-from zeco_train.hf.names import FileTensors, StoredModel
 from zeco_train.lifecycle.join import check_same
 from zeco_train.ops import accumulation_dtype
 from zeco_train.system.files import make_readable, sync_file, write_durably

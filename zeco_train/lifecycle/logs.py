@@ -141,7 +141,6 @@ class Postmortem:
             os.environ.setdefault(name, f"{self._prefix}_nccl_rank_")
 
     def close(self) -> None:
-        """Disable the postmortem at a regular shutdown."""
         if self._log is not None:
             faulthandler.disable()
             self._log.close()

@@ -116,17 +116,14 @@ class PlannedCase:
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all ranks."""
         return self.config.data.global_batch * self.config.data.seq_len
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks are compiled by `torch.compile`."""
         return self.config.train.compile.applies(self.config.parallel.strategy, on_cuda=not self.machine.is_cpu)
 
     @property
     def is_replayed(self) -> bool:
-        """Whether steps are replayed as CUDA graphs."""
         wanted = self.config.train.cuda_graphs is CudaGraphs.auto and not self.machine.is_cpu
         return wanted and capture_problem(self.config) is None
 

@@ -61,7 +61,6 @@ class PlanSettings:
     json: str | None = None
 
     def validate(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
         for name in ("world_size", "gpus_per_node"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= _MOST_RANKS:

@@ -64,7 +64,6 @@ class Machine:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether a rank is a process on a CPU."""
         return self.name == Gpu.cpu.value
 
     @property

@@ -68,7 +68,6 @@ class DryRun:
     peak: int | None
 
     def as_text(self, option: Option) -> str:
-        """Lines for the command's output, beside the plan."""
         place, (forward, backward) = f"({self.dp_rank}, {self.sp_rank})", self.scans
         lines = [
             f"dry run: rank {self.rank} of {self.world_size}, without its peers",
@@ -101,7 +100,8 @@ def dry_run(case: PlannedCase, rank: int) -> DryRun:
         raise ConfigError("dry_run", "true", "needs no peers: start it without torchrun")
     device = find_device(case.config.train.device, Launch(0, 1, 0), "train.device")
     if device.type == "cpu":
-        case = _shortened(case)
+        tokens = min(case.tokens // case.batch, _TOKENS_ON_CPU)
+        case = case.with_changes(seq_len=tokens * case.sp_size * case.segments)
     # Registers the backend; it is torch's own means of tests, at the same place in all supported versions.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -114,12 +114,6 @@ def dry_run(case: PlannedCase, rank: int) -> DryRun:
         return _step(case, init_mesh(launch, case.sp_size, device, timeout, Topology.of_hosts(hosts)))
     finally:
         dist.destroy_process_group()
-
-
-def _shortened(case: PlannedCase) -> PlannedCase:
-    tokens = min(case.tokens // case.batch, _TOKENS_ON_CPU)
-    data = replace(case.config.data, seq_len=tokens * case.sp_size * case.segments)
-    return replace(case, config=replace(case.config, data=data))
 
 
 def _step(case: PlannedCase, mesh: ProcessMesh) -> DryRun:

@@ -54,7 +54,6 @@ class StepTime:
 
     @property
     def per_device(self) -> float:
-        """Tokens per second of one rank."""
         return self.tokens_per_second / self.world_size
 
 

@@ -19,7 +19,7 @@ from zeco_train.errors import ConfigError, DataError
 from zeco_train.sp.backend_registry import BACKENDS
 from zeco_train.system.files import IDENTITY_FILE, METRICS_FILE
 from zeco_train.system.small_files import read_json
-from zeco_train.tracking.starts import STARTS_FILE, Layout, read_starts
+from zeco_train.tracking.metrics import STARTS_FILE, Layout, read_starts
 
 Row = dict[str, Any]
 _RATE = "tokens_per_second_per_device"

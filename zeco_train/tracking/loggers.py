@@ -24,7 +24,7 @@ from zeco_train.errors import ConfigError
 from zeco_train.system.files import write_durably, write_errors
 from zeco_train.system.signals import REQUEUE_EXIT_CODE
 from zeco_train.system.small_files import read_small
-from zeco_train.tracking.starts import Start
+from zeco_train.tracking.metrics import Start
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,6 @@ class TensorBoardLogger(ExperimentLogger):
             self._give_up(f"did not record step {step}", error)
 
     def finish(self, exit_code: int = 0) -> None:
-        """End the event file."""
         writer, self._writer = self._writer, None
         if writer is None:
             return

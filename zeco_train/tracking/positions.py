@@ -122,7 +122,6 @@ class PositionSums:
 
     @property
     def labels(self) -> int:
-        """Number of labels."""
         return int(self._sums[1].sum())
 
     def reduce(self) -> None:
@@ -162,8 +161,6 @@ def _mean_and_error(sums: Tensor, counts: Tensor) -> MeanAndError:
 def weighted(parts: Sequence[MeanAndError], weights: Sequence[float]) -> MeanAndError:
     """Weighted mean of independent parts, and its error."""
     shares = [weight / sum(weights) for weight in weights]
-    mean = sum(share * mean for share, (mean, _) in zip(shares, parts, strict=True))
-    error = sum((share * error) ** 2 for share, (_, error) in zip(shares, parts, strict=True))
-    assert isinstance(mean, Tensor)
-    assert isinstance(error, Tensor)
+    mean: Any = sum(share * mean for share, (mean, _) in zip(shares, parts, strict=True))
+    error: Any = sum((share * error) ** 2 for share, (_, error) in zip(shares, parts, strict=True))
     return mean, error.sqrt()

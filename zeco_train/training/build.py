@@ -27,13 +27,13 @@ from zeco_train.sp.exchange import connect_model
 from zeco_train.system.code_cache import use_private_caches
 from zeco_train.system.command import quick_imports
 from zeco_train.training.config import CudaGraphs, TrainConfig
+from zeco_train.training.forward import split_of
 from zeco_train.training.graphs import StepGraphs, capture_problem
 from zeco_train.training.kernels_ahead import kernels_ahead
 from zeco_train.training.opening import OpenedRun, read_batches, start_recorder
 from zeco_train.training.optim.optimizer_registry import build_optimizer
 from zeco_train.training.step import TrainingStep
 from zeco_train.training.trainer import Trainer
-from zeco_train.training.validation import split_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +109,7 @@ def build_model(
     compiled = config.compile.applies(strategy, on_cuda=mesh.device.type == "cuda")
     if compiled:
         use_private_caches()  # before parts of torch read its default at import
-    with torch.device("meta"):  # skips torch's own initialisation, which is slow and would be overwritten
-        model = spec_of(model_config).build().to(config.dtype.master)
-    model.to_empty(device=mesh.device)
+    model = spec_of(model_config).allocate(config.dtype.master, mesh.device)
     with ThreadPoolExecutor(1) as pool:
         # Initialise the whole model, then shard: initialising shards would depend on the number of ranks.
         drawn = pool.submit(model.init_weights, seed)

@@ -49,7 +49,6 @@ class Compile(Enum):
     never = "never"
 
     def applies(self, strategy: Strategy, *, on_cuda: bool) -> bool:
-        """Whether blocks are compiled."""
         return self is Compile.always or (self is Compile.auto and on_cuda and strategy is not Strategy.torch_ddp)
 
 

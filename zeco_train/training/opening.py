@@ -17,8 +17,7 @@ from data.loader.opening import open_data
 from data.loader.sequences import for_task
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
-from zeco_train.config.rules import check_documents
-from zeco_train.config.schema import Config, to_plain
+from zeco_train.config.schema import Config, check_documents, to_plain
 from zeco_train.distributed.mesh import Device, ProcessMesh, agree, gather, main_first
 from zeco_train.errors import DataError
 from zeco_train.hf.trained import check_continuation, other_tokenizer
@@ -32,8 +31,8 @@ from zeco_train.tracking.loggers import build_logger
 from zeco_train.tracking.recorder import Recorder, check_records
 from zeco_train.tracking.run_folder import RunFolder, begun_with, check_shared, other_model
 from zeco_train.training.checks import slow_paths
+from zeco_train.training.forward import Validation
 from zeco_train.training.seen_data import SeenData, check_alike, check_seen
-from zeco_train.training.validation import Validation
 
 logger = logging.getLogger(__name__)
 

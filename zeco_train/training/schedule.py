@@ -106,7 +106,6 @@ class DeviceRates:
         self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
 
     def update(self) -> None:
-        """Take the groups' present rates."""
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
             rate.fill_(group["lr"])
 

@@ -12,11 +12,11 @@ made anew in any cache, and is read whole at every start.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,8 @@ def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: b
     """
     if not (stores := data.stores()):
         return SeenData()
-    views = gather({name: _digest(_files(store)) for name, store in stores.items()}, mesh.world_size)
+    texts = {name: json.dumps(_files(store), sort_keys=True) for name, store in stores.items()}
+    views = gather({name: sha256(text.encode()).hexdigest() for name, text in texts.items()}, mesh.world_size)
     reads_whole = config.verify or config.kind is DataKind.embedded
     own = {name: SeenStore.of(store, sorted({view[name] for view in views})) for name, store in stores.items()}
     seen = SeenData(own)
@@ -124,10 +125,6 @@ def check_seen(data: OpenedData, config: DataConfig, run_dir: Path, has_begun: b
 
 def _files(store: TokenStore) -> dict[str, list[int]]:
     return {shard.name: [*version[1:]] for shard, version in zip(store.meta.shards, store.versions, strict=True)}
-
-
-def _digest(files: Mapping[str, list[int]]) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def _read(run_dir: Path, verifies: bool, messages: list[str]) -> dict[str, SeenStore]:

@@ -188,7 +188,7 @@ def step_cases() -> list[StepCase]:
             cell |= {"attention": next(methods), "window": next(windows)}
         scan, optim = next(scans), next(optimizers)
         cases.append(StepCase(next(mixers), scan, strategy=strategy, shard_size=shard_size, optim=optim, **cell))
-    return [*cases, StepCase(unmasked_mixers()[0], next(scans), masked=True)]
+    return [*cases, StepCase(unmasked_mixers()[0], next(scans), masked=True, recompute=Recompute.full)]
 
 
 # By the number of ranks. Gradients of one rank are summed by code of their own; two are the fewest that exchange them.
@@ -336,9 +336,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> CaseResult:
 
 def train_alone(case: StepCase, store: Path) -> CaseResult:
     """Train on this rank alone, whole sequences at once."""
-    with torch.device("meta"):
-        model = spec_of(case.model).build().to(torch.float64)
-    model.to_empty(device="cpu")
+    model = spec_of(case.model).allocate(torch.float64, torch.device("cpu"))
     model.init_weights(_SEED)
     optimizer = build_optimizer(parameter_rules(model), case.optimizer, torch.float64)
     exchange, batch = local_exchange(), 1 if case.documents else case.global_batch
@@ -346,8 +344,7 @@ def train_alone(case: StepCase, store: Path) -> CaseResult:
     result = CaseResult()
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss = sum(_losses(model, exchange, loader, number * case.global_batch))
-        assert isinstance(loss, Tensor)
+        loss: Any = sum(_losses(model, exchange, loader, number * case.global_batch))
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if number == 0:
@@ -371,8 +368,7 @@ def _losses(model: LanguageModel, exchange: Exchange, loader: SequenceLoader, co
     for micro_step in range(loader.micro_steps):
         batch = loader.batch(consumed, micro_step)
         labels = batch.step_labels or loader.global_batch * SEQ_LEN
-        loss = model(batch.input_ids, batch.position.over(exchange), batch.labels)
-        assert isinstance(loss, Tensor)
+        loss: Any = model(batch.input_ids, batch.position.over(exchange), batch.labels)
         yield loss / labels
 
 

@@ -97,12 +97,10 @@ class Whole:
 
     @property
     def num_pieces(self) -> int:
-        """Number of shards."""
         return self.ranks * self.segments
 
     @property
     def seq_len(self) -> int:
-        """Tokens of all shards."""
         return self.tokens * self.num_pieces
 
     @property
@@ -174,7 +172,6 @@ class Whole:
         return [self._random(name, *self.state_shape) * self.carry for name in ("carry_in", "dcarry_out")]
 
     def position(self, exchange: Exchange, piece: int) -> SequencePosition:
-        """Of a shard."""
         segment, rank = divmod(piece, self.ranks)
         shards = range(segment * self.ranks, (segment + 1) * self.ranks + 1)
         return self.position_in(exchange, [shard * self.tokens for shard in shards], rank, segment)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from lab.campaigns.cases.wandb_server import WandbServer
-from launch.wandb_dashboard import main
+from launch.wandb_dashboard import chart_spec, main
 from tests.report.test_dashboard import panels, parsed
 from tests.support.commands import REPOSITORY, Outcome, check_line
 from tests.tracking.test_loggers import run_python
-from zeco_train.report.dashboard import chart_spec
 
 pytestmark = pytest.mark.campaign
 

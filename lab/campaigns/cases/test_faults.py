@@ -37,7 +37,7 @@ from tests.support.waiting import ENOUGH
 from zeco_train.errors import NonFiniteError
 from zeco_train.tracking.metrics import read_metrics
 from zeco_train.tracking.positions import ValidationLoss
-from zeco_train.training.validation import Validation
+from zeco_train.training.forward import Validation
 
 pytestmark = pytest.mark.campaign
 

@@ -13,8 +13,7 @@ import torch
 from models.formats.format import ModelFormat
 from models.spec import ModelSpec
 from tests.hf.test_config_json import FORMATS, HERE, NEEDED, class_of
-from zeco_train.hf.config_json import from_config_json
-from zeco_train.hf.names import StoredModel
+from zeco_train.hf.config_json import StoredModel, from_config_json
 
 pytestmark = pytest.mark.campaign
 

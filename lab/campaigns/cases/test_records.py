@@ -9,7 +9,7 @@ import pytest
 from tests.tracking import test_records as gate
 from tests.tracking.test_records import HUGE, finished, run
 from zeco_train.tracking.charts import VALIDATION_FILE
-from zeco_train.tracking.starts import STARTS_FILE
+from zeco_train.tracking.metrics import STARTS_FILE
 
 # Fixtures.
 __all__ = ["finished", "run"]

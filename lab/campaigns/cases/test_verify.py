@@ -16,8 +16,7 @@ from tests.support.commands import TORCHRUN, Command
 from tests.support.distributed import run_distributed
 from tests.verify.test_own_ranks import TIMEOUT, _replaced
 from tests.verify.test_verify import _SCANS, OF_GLA, passing, rows_of, torchrun
-from zeco_train.training.step import TrainingStep
-from zeco_train.training.step_totals import taken_from
+from zeco_train.training.step import TrainingStep, taken_from
 from zeco_train.verify import step_cases
 from zeco_train.verify.report import VerifyRow
 from zeco_train.verify.step_cases import StepCase

@@ -107,7 +107,7 @@ def test_wandb_sync_merges_both_starts_without_losing_a_row(offline: tuple[str, 
 
 
 _ONLINE = """
-import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.starts import *
+import sys; from zeco_train.tracking.loggers import *; from zeco_train.tracking.metrics import *
 config = LoggerConfig(kind=LoggerKind.wandb, mode=LoggerMode.online)
 try:
     build_logger(config, sys.argv[1], 0).begin({}, Start(0, Layout("zeco", "gla_tiny", 1024, 1, 1), {}), None)
