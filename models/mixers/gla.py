@@ -149,7 +149,7 @@ class GatedLinearAttention(OperatorMixer):
         q, k, v, *gate, low_rank = project(x, self.q_proj, self.k_proj, self.v_proj, *gates, down)
         q, k = (tensor.unflatten(-1, (-1, config.head_k_dim)) for tensor in (q, k))
         v, *gate = (tensor.unflatten(-1, (-1, config.head_v_dim)) for tensor in (v, *gate))
-        if config.feature_map is not None:
+        if self.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
         # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
         logits = up(low_rank).to(accumulation_dtype(x.dtype))

@@ -81,7 +81,7 @@ class GatedSlotAttention(OperatorMixer):
     def mix(self, x: Tensor, positions: Tensor | None, shared: Tensor | None, run: Run) -> Tensor:
         projected = project(x, self.q_proj, self.k_proj, self.v_proj, self.f_proj)
         q, k, v, logits = (y.unflatten(-1, (-1, dim)) for y, dim in zip(projected, self.head_dims, strict=True))
-        if self.config.feature_map is not None:
+        if self.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
         # fp32: the log-decays are summed over the whole shard, so bf16 rounding errors would add up.
         wide = accumulation_dtype(x.dtype)
