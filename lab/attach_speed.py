@@ -2,9 +2,9 @@
 Command: torchrun --standalone --nproc-per-node 2 -m lab.attach_speed [linear mamba2 hybrid olmo operator] [--tiny]
     torchrun --standalone --nproc-per-node 2 -m lab.peers.tuned lab.attach_speed fla   # fla, with its kernels tuned
 Date: 2026-11-28, two H200s, then two H100s, transformers 5.17
-Answer: 0.97 and 0.985 of one GPU's tokens/s a GPU where all layers are linear, 0.86 by Ulysses; OLMo-Hybrid with
-    documents 0.95: docs/attach.md. The H200s' figures are of a longer script with the same models and loops, which also
-    ran `verify` (results/attach_2xh200.txt).
+Answer: 0.97 and 0.985 of one GPU's tokens/s a GPU where all layers are linear, 0.70 to 0.86 by Ulysses; OLMo-Hybrid
+    with documents 0.95: docs/attach.md. The H200s' figures but the last part are of a longer script with the same
+    models and loops, which also ran `verify` (results/attach_2xh200.txt).
 
 A sequence of 16,384 tokens a GPU over all ranks, and the same model attached to each rank alone with as many: equal
 work where layers are linear, and with packed documents of one GPU's tokens where some are softmax. Ulysses: an

@@ -119,13 +119,6 @@ class ShortConvolution(nn.Module):
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": weight._replace(decays=False)}
 
 
-def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Vectors of norm 1, x / sqrt(Σx² + eps) over the last dimension, in the dtype of x."""
-    if torch.compiler.is_compiling():
-        return _l2_normalise(x, eps)[0].to(x.dtype)
-    return _L2NormFunction.apply(x, eps)
-
-
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """swish(gate) ⊙ up, for two tensors of one shape and dtype (Shazeer, 2020)."""
     if torch.compiler.is_compiling():
@@ -170,26 +163,6 @@ class _RMSNormFunction(torch.autograd.Function):
         return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None
 
 
-class _L2NormFunction(torch.autograd.Function):
-    # y = r x with r = (Σx² + eps)^-1/2;  dx = r (dy − y Σ(y ⊙ dy))
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        normed, rnorm = _l2_normalise(x, eps)
-        normed = normed.to(x.dtype)
-        # y, which the operator keeps as well, in place of x.
-        ctx.save_for_backward(normed, rnorm)
-        return normed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        normed, rnorm = ctx.saved_tensors
-        wide, dwide = normed.to(rnorm.dtype), dy.to(rnorm.dtype)
-        along = (wide * dwide).sum(dim=-1, keepdim=True)
-        return (dwide - wide * along).mul_(rnorm).to(dy.dtype), None
-
-
 class _SwiGLUFunction(torch.autograd.Function):
     # y = swish(g) ⊙ u;  dg = dy ⊙ u ⊙ swish'(g),  du = dy ⊙ swish(g)
 
@@ -210,12 +183,6 @@ class _SwiGLUFunction(torch.autograd.Function):
 # 1 + weight in the accumulation dtype: bf16 would round it.
 def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
     return weight.to(accumulation_dtype(weight.dtype)) + 1 if zero_centred else weight
-
-
-def _l2_normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.to(accumulation_dtype(x.dtype))
-    rnorm = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)
-    return wide * rnorm, rnorm
 
 
 # Positions are split at this power of two, see `_turns`.

@@ -19,11 +19,12 @@ from torch.nn import functional as F
 from models.config import ExpandedHeadsConfig, LanguageModelConfig
 from models.decays import step_log_decays
 from models.mixers.base import OperatorMixer, Run
-from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution, l2_normalised
+from models.modules import GatedRMSNorm, GateFunction, RMSNorm, ShortConvolution
 from models.parameters import MATRIX, ParameterRule
 from models.projections import Projection, project, project_beside
 from zeco_train.errors import ConfigError
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.gated_norm import l2_normalised
 from zeco_train.ops.linear import Aside
 
 

@@ -462,7 +462,7 @@ def test_compiled_models_take_other_documents_and_lengths_without_compiling_agai
                 results.append([loss.detach(), *(x.grad for x in model.parameters())])
                 model.zero_grad()
             for own, wanted in zip(*results, strict=True):
-                torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)  # rounding of fp32
             found.append((sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]))
         assert all(map(int.__le__, found[0], most)), (name, found, counters["graph_break"])
         assert found[0::2] == found[1::2], (name, found)

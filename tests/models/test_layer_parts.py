@@ -23,7 +23,7 @@ from models.mixers.hgrn import forget_gate
 from models.mixers.lightning import LightningConfig
 from models.mixers.linear import normalised, with_ones
 from models.mixers.rebased import RebasedConfig
-from models.modules import GatedRMSNorm, GateFunction, RMSNorm, l2_normalised, rotate, swiglu
+from models.modules import GatedRMSNorm, GateFunction, RMSNorm, rotate, swiglu
 from models.parameters import cast, parameter_rules
 from models.spec import ModelSpec, spec_of
 from tests.models.test_fla_models import GATED, KDA
@@ -41,6 +41,7 @@ from tests.models.test_layers import (
     run,
 )
 from zeco_train.errors import ConfigError
+from zeco_train.ops.gated_norm import l2_normalised
 from zeco_train.ops.position import SequencePosition
 
 pytestmark = pytest.mark.numeric

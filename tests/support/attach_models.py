@@ -312,7 +312,8 @@ def errors_of(model: nn.Module, loss: float, alone: nn.Module, wanted: float) ->
     grads = {name: x.grad for name, x in alone.named_parameters() if x.grad is not None}
     largest = max(float(grad.norm()) for grad in grads.values())
     errors = {}
-    for name, x in model.named_parameters():
+    for part, x in model.named_parameters():
+        name = part.replace("g_norm_swish_gate", "g_norm")  # fla's name of the norm that is fused with its gate
         if x.grad is not None:
             grad = grads.get(name, torch.zeros_like(x))
             errors[name] = float((x.grad.to(grad) - grad).norm()) / max(float(grad.norm()), 1e-3 * largest)

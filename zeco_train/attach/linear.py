@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from zeco_train.attach.forward import AttachError, Frame
 from zeco_train.ops import accumulation_dtype
+from zeco_train.ops.gated_norm import l2_normalised
 
 Answer = Callable[..., Any]
 _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
@@ -75,10 +76,6 @@ def causal_conv1d_fn(
     return act(convolution(frame, x, weight, bias)).to(hidden_states.dtype).transpose(1, 2)
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
 def delta_rule(
     frame: Frame,
     query: Tensor,
@@ -93,8 +90,7 @@ def delta_rule(
     """q, k [B, T, G, K], v [B, T, H, V], g [B, T, H] or [B, T, H, K] or None, beta [B, T, H] → o as v."""
     dtype = accumulation_dtype(value.dtype)
     if unit_norm:
-        # As both libraries: in fp32, whatever the tokens' dtype.
-        query, key = (_unit(x.to(dtype)) for x in (query, key))
+        query, key = l2_normalised(query), l2_normalised(key)
     query, key = (x.to(value.dtype) for x in (query, key))
     operands = query, key, value, *(() if g is None else (g.to(dtype),)), beta.to(dtype)
     operator = "delta" if g is None else "kda" if g.dim() == 4 else "gated_delta"

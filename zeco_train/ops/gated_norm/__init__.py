@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.library import custom_op, register_autograd
 
 from zeco_train.ops import accumulation_dtype
@@ -124,6 +125,36 @@ def norm_grads(normed: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tupl
     dnormed = dy * weight
     projection = (dnormed * normed).mean(dim=-1, keepdim=True)
     return dnormed.sub_(normed * projection).mul_(rstd), dweight
+
+
+def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Vectors of norm 1, x / sqrt(Σx² + eps) over the last dimension, in the dtype of x."""
+    if torch.compiler.is_compiling():
+        wide = x.to(accumulation_dtype(x.dtype))
+        return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)).to(x.dtype)
+    return _L2Norm.apply(x, eps)
+
+
+class _L2Norm(torch.autograd.Function):
+    # y = r x with r = (Σx² + eps)^-1/2;  dx = r dy − y Σ(y ⊙ r dy)
+    # Rounded by the kernels that compute them: of x and y no wide copies are written.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulation_dtype(x.dtype))
+        rnorm = torch.rsqrt(norm.square() + eps)
+        normed = torch.mul(x, rnorm, out=torch.empty_like(x))
+        # y, which the operator keeps as well, in place of x.
+        ctx.save_for_backward(normed, rnorm)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        normed, rnorm = ctx.saved_tensors
+        dy = dy * rnorm
+        along = (normed * dy).sum(dim=-1, keepdim=True)
+        return torch.addcmul(dy, normed, along, value=-1, out=torch.empty_like(normed)), None
 
 
 def swish_and_slope(gate: Tensor) -> tuple[Tensor, Tensor]:
