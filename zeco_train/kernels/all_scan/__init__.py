@@ -163,9 +163,9 @@ def data_at(address, like):
 
 
 @triton.jit
-def load_matrix(x, head, row, end, K: tl.constexpr, KB: tl.constexpr, SUB: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """[SUB, KB] of the matrix of the head that begins at row `head`, from `row` on, below `end`; zeros outside."""
-    r, k = row + tl.arange(0, SUB)[:, None], tl.arange(0, KB)[None, :]
+def load_matrix(x, head, row, end, column, K: tl.constexpr, KB: tl.constexpr, SUB: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[SUB, KB] of the matrix of the head that begins at row `head`, from `row` and `column` on, below `end`; else 0."""
+    r, k = row + tl.arange(0, SUB)[:, None], column + tl.arange(0, KB)[None, :]
     places = head * K + k * K + (r - head) if TRANSPOSED else r * K + k
     return tl.load(x + places, mask=(r < end) & (k < K), other=0.0)
 
@@ -196,6 +196,9 @@ def product(a, b):
         total = tl.dot(a[2], b[0], tl.dot(a[1], b[1], tl.dot(a[0], b[2])))
         total = tl.dot(a[1], b[0], tl.dot(a[0], b[1], total))
         part = tl.arange(0, b[0].shape[0])[:, None] // 32
-        for n in tl.static_range((b[0].shape[0] + 31) // 32):
-            total += tl.dot(a[0], tl.where(part == n, b[0], 0.0).to(tl.bfloat16), max_num_imprecise_acc=32)
+        if b[0].shape[0] <= 64:
+            total = tl.dot(a[0], b[0], total)
+        else:
+          for n in tl.static_range((b[0].shape[0] + 31) // 32):
+              total += tl.dot(a[0], tl.where(part == n, b[0], 0.0).to(tl.bfloat16), max_num_imprecise_acc=32)
     return total

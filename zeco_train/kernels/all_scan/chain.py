@@ -86,6 +86,8 @@ def chain_kernel(
     TRANSPOSED: tl.constexpr,
     PIECES: tl.constexpr,  # blocks along V; 1 for log-decays
     GROUPS: tl.constexpr,  # runs that share them
+    SLICE: tl.constexpr,
+    LATE: tl.constexpr,
     HAS_CARRY: tl.constexpr,
     WANT_CARRY: tl.constexpr,
     LANES: tl.constexpr,
@@ -124,7 +126,9 @@ def chain_kernel(
         first, end = rows_of(unit, rows, block_rows, SUB, MATRIX)
         if FOLDS and MATRIX:
             head = unit // TILES * MATRIX  # its first row
-            factors = split(load_matrix(transition, head, first, end, MATRIX, KB, SUB, TRANSPOSED))
+            factors = ()
+            for n in tl.static_range(KB // SLICE):
+                factors += (split(load_matrix(transition, head, first, end, n * SLICE, MATRIX, SLICE, SUB, TRANSPOSED)),)
         # Loads of one piece must not be moved before the wait of an earlier one, as a pipelined loop would.
         for piece in tl.range(run % GROUPS, PIECES, GROUPS, num_stages=1):
             block, column = unit * PIECES + piece, piece * VB
@@ -145,16 +149,20 @@ def chain_kernel(
                     failed = 1
             for row in tl.range(first, end, SUB, num_stages=1):
                 folded = value
-                if POSITION > 0:
+                if POSITION > 0 and not (LATE and FOLDS):
                     incoming = load_rows(received, row, end, column, V, VB, SUB)
                     if failed != 0:
                         incoming = tl.full([SUB, VB], float("nan"), incoming.dtype)
                     store_rows(output, row, end, column, incoming, V, VB, SUB)
-                elif HAS_CARRY:
+                elif HAS_CARRY and not MATRIX:
                     incoming = load_rows(carry_in, row, end, column, V, VB, SUB)
                 if FOLDS and MATRIX:
-                    whole = load_rows(received if POSITION > 0 else carry_in, head, head + MATRIX, column, V, VB, KB)
-                    folded += product(factors, split(whole))
+                    source = received if POSITION > 0 else carry_in
+                    slices = ()
+                    for n in tl.static_range(KB // SLICE):
+                        slices += (load_rows(source, head + n * SLICE, head + MATRIX, column, V, VB, SLICE),)
+                    for n in tl.static_range(KB // SLICE):
+                        folded += product(factors[n], split(slices[n]))
                 elif FOLDS:
                     folded += tl.exp(decays) * incoming
                 if POSITION < P - 1:
@@ -176,6 +184,11 @@ def chain_kernel(
                 elif WANT_CARRY:
                     others = tl.load(peers + lanes, mask=lanes < P - 1, other=0)
                     signal(flag_at(others + carry_flags + block * 4), lanes < P - 1, epoch, ASM)
+            if POSITION > 0 and LATE and FOLDS:
+                incoming = load_rows(received, first, end, column, V, VB, SUB)
+                if failed != 0:
+                    incoming = tl.full([SUB, VB], float("nan"), incoming.dtype)
+                store_rows(output, first, end, column, incoming, V, VB, SUB)
     if POSITION == 0 and not WANT_CARRY:
         advance(control, epoch)
 

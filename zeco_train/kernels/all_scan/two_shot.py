@@ -73,7 +73,7 @@ def load_input(
     k = tl.arange(0, KB)[:, None]
     head = tile // NV * K  # its first row
     if MATRIX:
-        factor = load_matrix(transition, head, head, head + tl.where(valid, K, 0), K, KB, KB, TRANSPOSED)
+        factor = load_matrix(transition, head, head, head + tl.where(valid, K, 0), 0, K, KB, KB, TRANSPOSED)
     else:
         factor = tl.load(transition + head + k, mask=(k < K) & valid, other=0.0)
     value = load_state_tile(state, tile, valid, K, V, KB, BV)
