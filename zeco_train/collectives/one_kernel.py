@@ -33,7 +33,7 @@ class KernelTuning:
 # up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
 _MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
 _MATRIX_ROWS = 64
-SLICE, LATE = 32, True
+SLICE, LATE, BATCH = 32, True, False
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
             groups,
             min(keys, SLICE) if matrices else 1,
             LATE and matrices,
+            BATCH and matrices,
         ),
     )
 

@@ -196,7 +196,7 @@ def product(a, b):
         total = tl.dot(a[2], b[0], tl.dot(a[1], b[1], tl.dot(a[0], b[2])))
         total = tl.dot(a[1], b[0], tl.dot(a[0], b[1], total))
         part = tl.arange(0, b[0].shape[0])[:, None] // 32
-        if b[0].shape[0] <= 64:
+        if b[0].shape[-2] <= 64:
             total = tl.dot(a[0], b[0], total)
         else:
           for n in tl.static_range((b[0].shape[0] + 31) // 32):

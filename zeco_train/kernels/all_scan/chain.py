@@ -88,6 +88,7 @@ def chain_kernel(
     GROUPS: tl.constexpr,  # runs that share them
     SLICE: tl.constexpr,
     LATE: tl.constexpr,
+    BATCH: tl.constexpr,
     HAS_CARRY: tl.constexpr,
     WANT_CARRY: tl.constexpr,
     LANES: tl.constexpr,
@@ -127,7 +128,12 @@ def chain_kernel(
         if FOLDS and MATRIX:
             head = unit // TILES * MATRIX  # its first row
             factors = ()
-            for n in tl.static_range(KB // SLICE):
+            if BATCH:
+                rr = (first + tl.arange(0, SUB))[None, :, None]
+                kk = (tl.arange(0, KB // SLICE)[:, None] * SLICE + tl.arange(0, SLICE)[None, :])[:, None, :]
+                places = head * MATRIX + kk * MATRIX + (rr - head) if TRANSPOSED else rr * MATRIX + kk
+                factors = split(tl.load(transition + places, mask=(rr < end) & (kk < MATRIX), other=0.0))
+            for n in tl.static_range(0 if BATCH else KB // SLICE):
                 factors += (split(load_matrix(transition, head, first, end, n * SLICE, MATRIX, SLICE, SUB, TRANSPOSED)),)
         # Loads of one piece must not be moved before the wait of an earlier one, as a pipelined loop would.
         for piece in tl.range(run % GROUPS, PIECES, GROUPS, num_stages=1):
@@ -159,9 +165,14 @@ def chain_kernel(
                 if FOLDS and MATRIX:
                     source = received if POSITION > 0 else carry_in
                     slices = ()
-                    for n in tl.static_range(KB // SLICE):
+                    if BATCH:
+                        kr = (tl.arange(0, KB // SLICE)[:, None] * SLICE + tl.arange(0, SLICE)[None, :])[:, :, None]
+                        vv = (column + tl.arange(0, VB))[None, None, :]
+                        whole = tl.load(source + (head + kr) * V + vv, mask=(kr < MATRIX) & (vv < V), other=0.0)
+                        folded += tl.sum(product(factors, split(whole)), 0)
+                    for n in tl.static_range(0 if BATCH else KB // SLICE):
                         slices += (load_rows(source, head + n * SLICE, head + MATRIX, column, V, VB, SLICE),)
-                    for n in tl.static_range(KB // SLICE):
+                    for n in tl.static_range(0 if BATCH else KB // SLICE):
                         folded += product(factors[n], split(slices[n]))
                 elif FOLDS:
                     folded += tl.exp(decays) * incoming
