@@ -33,7 +33,7 @@ class KernelTuning:
 # up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
 _MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
 _MATRIX_ROWS = 64
-SLICE, LATE, BATCH = 32, True, False
+SLICE, LATE, BATCH, STEPS = 32, True, False, 1
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
     rows = batch * heads * key_dim
     matrices = is_matrix(request.transition)
     keys, columns = power_of_2(key_dim), power_of_2(value_dim)
-    pieces = groups = 1
+    pieces = groups = steps = 1
     if matrices:
         # Blocks are tiles of a head's rows and of columns; products take tiles of at least 16 × 16, of 64 rows for the
         # four warps of a CTA. 64 rows of a matrix, split in three of bf16, are at most 96 KB of shared memory.
@@ -136,7 +136,8 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
         units = batch * heads * -(-key_dim // held)
         asked = columns if blocks is None else columns * units // blocks
         columns = max(16, min(columns, tuning.elements // keys, power_of_2(asked)))
-        pieces = -(-value_dim // columns)
+        steps = min(STEPS, -(-value_dim // columns))
+        pieces = -(-value_dim // (columns * steps))
         groups = max(1, min(pieces, tuning.ctas // units))
     else:
         # Blocks are runs of rows of [B·H·K, V].
@@ -161,6 +162,7 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
             min(keys, SLICE) if matrices else 1,
             LATE and matrices,
             BATCH and matrices,
+            steps,
         ),
     )
 

@@ -89,6 +89,7 @@ def chain_kernel(
     SLICE: tl.constexpr,
     LATE: tl.constexpr,
     BATCH: tl.constexpr,
+    STEPS: tl.constexpr,
     HAS_CARRY: tl.constexpr,
     WANT_CARRY: tl.constexpr,
     LANES: tl.constexpr,
@@ -137,7 +138,7 @@ def chain_kernel(
                 factors += (split(load_matrix(transition, head, first, end, n * SLICE, MATRIX, SLICE, SUB, TRANSPOSED)),)
         # Loads of one piece must not be moved before the wait of an earlier one, as a pipelined loop would.
         for piece in tl.range(run % GROUPS, PIECES, GROUPS, num_stages=1):
-            block, column = unit * PIECES + piece, piece * VB
+            block, column = unit * PIECES + piece, piece * (VB * STEPS)
             # Loaded before the wait, which hides their latency.
             value = load_rows(state, first, end, column, V, VB, SUB)
             if not MATRIX:
@@ -153,7 +154,9 @@ def chain_kernel(
                     late_credit = (missing > TILES).to(tl.int32)
                     give_up(failure, status, epoch, POSITION - 1 + 2 * late_credit, 3 + late_credit)
                     failed = 1
-            for row in tl.range(first, end, SUB, num_stages=1):
+            steps = STEPS if MATRIX else tl.cdiv(end - first, SUB)
+            for step in tl.range(0, steps, num_stages=1):
+                row = first if MATRIX else first + step * SUB
                 folded = value
                 if POSITION > 0 and not (LATE and FOLDS):
                     incoming = load_rows(received, row, end, column, V, VB, SUB)
@@ -186,7 +189,11 @@ def chain_kernel(
                         for p in tl.static_range(P - 1):
                             there = data_at(tl.load(peers + p) + carry_box + parity * inbox_stride, state)
                             store_rows(there, row, end, column, folded, V, VB, SUB)
-                if not MATRIX and row + SUB < end:
+                if MATRIX:
+                    column += VB
+                    if step + 1 < steps:
+                        value = load_rows(state, row, end, column, V, VB, SUB)
+                elif row + SUB < end:
                     value = load_rows(state, row + SUB, end, column, V, VB, SUB)
                     decays = load_decays(transition, row + SUB, end, SUB)
             if failed == 0:
@@ -196,10 +203,12 @@ def chain_kernel(
                     others = tl.load(peers + lanes, mask=lanes < P - 1, other=0)
                     signal(flag_at(others + carry_flags + block * 4), lanes < P - 1, epoch, ASM)
             if POSITION > 0 and LATE and FOLDS:
-                incoming = load_rows(received, first, end, column, V, VB, SUB)
-                if failed != 0:
-                    incoming = tl.full([SUB, VB], float("nan"), incoming.dtype)
-                store_rows(output, first, end, column, incoming, V, VB, SUB)
+                for step in tl.range(0, STEPS, num_stages=1):
+                    at = piece * (VB * STEPS) + step * VB
+                    incoming = load_rows(received, first, end, at, V, VB, SUB)
+                    if failed != 0:
+                        incoming = tl.full([SUB, VB], float("nan"), incoming.dtype)
+                    store_rows(output, first, end, at, incoming, V, VB, SUB)
     if POSITION == 0 and not WANT_CARRY:
         advance(control, epoch)
 
@@ -212,16 +221,20 @@ def chain_kernel(
         while run < runs:
             first, end = rows_of(run // GROUPS, rows, block_rows, SUB, MATRIX)
             for piece in range(run % GROUPS, PIECES, GROUPS):
-                block, column = run // GROUPS * PIECES + piece, piece * VB
+                block, column = run // GROUPS * PIECES + piece, piece * (VB * STEPS)
                 if failed == 0:
                     flags = flag_at(own + carry_flags + block * 4 + tl.zeros_like(lanes))
                     if wait_for(flags, lanes < 1, tl.zeros_like(lanes) + epoch, limit, ASM) > 0:
                         give_up(failure, status, epoch, P - 1, 5)
                         failed = 1
-                for row in range(first, end, SUB):
+                steps = STEPS if MATRIX else tl.cdiv(end - first, SUB)
+                for step in range(steps):
+                    row = first if MATRIX else first + step * SUB
                     carry = data_at(own + carry_box + parity * inbox_stride, state)
                     value = load_rows(carry, row, end, column, V, VB, SUB)
                     if failed != 0:
                         value = tl.full([SUB, VB], float("nan"), value.dtype)
                     store_rows(carry_out, row, end, column, value, V, VB, SUB)
+                    if MATRIX:
+                        column += VB
             run = take(control)
