@@ -32,8 +32,8 @@ class KernelTuning:
 # Measured on 2 and 4 H200s, 1 and 4 MB, over 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would gain
 # up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
 _MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
-_MATRIX_ROWS = 64
-SLICE, LATE, BATCH, STEPS = 32, True, False, 1
+# Rows of a fold's block, and of each of its products: in those, sums on tensor cores stay nearly exact.
+_MATRIX_ROWS, SLICE = 64, 64
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,18 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
     rows = batch * heads * key_dim
     matrices = is_matrix(request.transition)
     keys, columns = power_of_2(key_dim), power_of_2(value_dim)
-    pieces = groups = steps = 1
+    pieces = groups = 1
     if matrices:
         # Blocks are tiles of a head's rows and of columns; products take tiles of at least 16 × 16, of 64 rows for the
-        # four warps of a CTA. 64 rows of a matrix, split in three of bf16, are at most 96 KB of shared memory.
+        # four warps of a CTA. 64 rows of a matrix, split in three of bf16, are at most 96 KB of shared memory. As few
+        # CTAs as take no more blocks each.
         keys = max(16, keys)
         block_rows = held = min(keys, _MATRIX_ROWS)
         units = batch * heads * -(-key_dim // held)
         asked = columns if blocks is None else columns * units // blocks
-        columns = max(16, min(columns, tuning.elements // keys, power_of_2(asked)))
-        steps = min(STEPS, -(-value_dim // columns))
-        pieces = -(-value_dim // (columns * steps))
-        groups = max(1, min(pieces, tuning.ctas // units))
+        columns = max(16, min(columns, tuning.elements // held, power_of_2(asked)))
+        pieces = -(-value_dim // columns)
+        groups = -(-pieces // -(-pieces // max(1, tuning.ctas // units)))
     else:
         # Blocks are runs of rows of [B·H·K, V].
         block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))
@@ -155,14 +155,10 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
             columns,
             held,
             matrices * key_dim,
-            keys,
+            min(keys, SLICE),
             is_transposed(request.transition),
             pieces,
             groups,
-            min(keys, SLICE) if matrices else 1,
-            LATE and matrices,
-            BATCH and matrices,
-            steps,
         ),
     )
 
@@ -178,5 +174,5 @@ def power_of_2(number: int) -> int:
 
 
 _CHAIN, _TWO_SHOT = "zeco_train.kernels.all_scan.chain", "zeco_train.kernels.all_scan.two_shot"
-CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(64, 4, 4096), True)
+CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(96, 4, 2048), True)
 TWO_SHOT_KERNEL = Kernel(_TWO_SHOT, "two_shot_kernel", _two_shot_cut, 128, KernelTuning(32, 8, 4096), False)

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels.all_scan import (
+    add_product,
     advance,
     all_started,
     data_at,
     flag_at,
     give_up,
     load_matrix,
-    product,
     signal,
     split,
     start,
@@ -33,6 +33,16 @@ def store_rows(x, row, end, column, value, V: tl.constexpr, VB: tl.constexpr, SU
     """The inverse of `load_rows`."""
     r, v = row + tl.arange(0, SUB), column + tl.arange(0, VB)
     tl.store(x + r[:, None] * V + v[None, :], value, mask=(r < end)[:, None] & (v < V)[None, :])
+
+
+@triton.jit
+def copy_rows(source, target, row, end, column, failed, V: tl.constexpr, VB: tl.constexpr, SUB: tl.constexpr):
+    """Store what `load_rows` loads, or NaN if this scan `failed`, and return it."""
+    value = load_rows(source, row, end, column, V, VB, SUB)
+    if failed != 0:
+        value = tl.full([SUB, VB], float("nan"), value.dtype)
+    store_rows(target, row, end, column, value, V, VB, SUB)
+    return value
 
 
 @triton.jit
@@ -82,14 +92,10 @@ def chain_kernel(
     VB: tl.constexpr,
     SUB: tl.constexpr,
     MATRIX: tl.constexpr,  # 0: log-decays; else K, and blocks are tiles of SUB rows of a head and VB columns
-    KB: tl.constexpr,  # K, padded
+    SLICE: tl.constexpr,  # rows of a product, a part of K
     TRANSPOSED: tl.constexpr,
     PIECES: tl.constexpr,  # blocks along V; 1 for log-decays
     GROUPS: tl.constexpr,  # runs that share them
-    SLICE: tl.constexpr,
-    LATE: tl.constexpr,
-    BATCH: tl.constexpr,
-    STEPS: tl.constexpr,
     HAS_CARRY: tl.constexpr,
     WANT_CARRY: tl.constexpr,
     LANES: tl.constexpr,
@@ -102,7 +108,7 @@ def chain_kernel(
     only after every rank's part of this scan, and so after the end of every rank's previous scan.
 
     A fold by a matrix reads all rows of a head, and so waits for the blocks of all its tiles, of the same columns. A
-    run's matrix rows are loaded once, before its first wait.
+    run's matrix rows are loaded once, before its first wait; `output` is written once the fold is sent.
     """
     cta = tl.program_id(0)
     lanes = tl.arange(0, LANES)
@@ -129,16 +135,11 @@ def chain_kernel(
         if FOLDS and MATRIX:
             head = unit // TILES * MATRIX  # its first row
             factors = ()
-            if BATCH:
-                rr = (first + tl.arange(0, SUB))[None, :, None]
-                kk = (tl.arange(0, KB // SLICE)[:, None] * SLICE + tl.arange(0, SLICE)[None, :])[:, None, :]
-                places = head * MATRIX + kk * MATRIX + (rr - head) if TRANSPOSED else rr * MATRIX + kk
-                factors = split(tl.load(transition + places, mask=(rr < end) & (kk < MATRIX), other=0.0))
-            for n in tl.static_range(0 if BATCH else KB // SLICE):
-                factors += (split(load_matrix(transition, head, first, end, n * SLICE, MATRIX, SLICE, SUB, TRANSPOSED)),)
+            for k in tl.static_range(0, MATRIX, SLICE):
+                factors += (split(load_matrix(transition, head, first, end, k, MATRIX, SLICE, SUB, TRANSPOSED)),)
         # Loads of one piece must not be moved before the wait of an earlier one, as a pipelined loop would.
         for piece in tl.range(run % GROUPS, PIECES, GROUPS, num_stages=1):
-            block, column = unit * PIECES + piece, piece * (VB * STEPS)
+            block, column = unit * PIECES + piece, piece * VB
             # Loaded before the wait, which hides their latency.
             value = load_rows(state, first, end, column, V, VB, SUB)
             if not MATRIX:
@@ -154,29 +155,20 @@ def chain_kernel(
                     late_credit = (missing > TILES).to(tl.int32)
                     give_up(failure, status, epoch, POSITION - 1 + 2 * late_credit, 3 + late_credit)
                     failed = 1
-            steps = STEPS if MATRIX else tl.cdiv(end - first, SUB)
-            for step in tl.range(0, steps, num_stages=1):
-                row = first if MATRIX else first + step * SUB
+            for row in tl.range(first, end, SUB, num_stages=1):
                 folded = value
-                if POSITION > 0 and not (LATE and FOLDS):
-                    incoming = load_rows(received, row, end, column, V, VB, SUB)
-                    if failed != 0:
-                        incoming = tl.full([SUB, VB], float("nan"), incoming.dtype)
-                    store_rows(output, row, end, column, incoming, V, VB, SUB)
+                if POSITION > 0 and not (FOLDS and MATRIX):
+                    incoming = copy_rows(received, output, row, end, column, failed, V, VB, SUB)
                 elif HAS_CARRY and not MATRIX:
                     incoming = load_rows(carry_in, row, end, column, V, VB, SUB)
                 if FOLDS and MATRIX:
                     source = received if POSITION > 0 else carry_in
-                    slices = ()
-                    if BATCH:
-                        kr = (tl.arange(0, KB // SLICE)[:, None] * SLICE + tl.arange(0, SLICE)[None, :])[:, :, None]
-                        vv = (column + tl.arange(0, VB))[None, None, :]
-                        whole = tl.load(source + (head + kr) * V + vv, mask=(kr < MATRIX) & (vv < V), other=0.0)
-                        folded += tl.sum(product(factors, split(whole)), 0)
-                    for n in tl.static_range(0 if BATCH else KB // SLICE):
-                        slices += (load_rows(source, head + n * SLICE, head + MATRIX, column, V, VB, SLICE),)
-                    for n in tl.static_range(0 if BATCH else KB // SLICE):
-                        folded += product(factors[n], split(slices[n]))
+                    slices, small = (), tl.zeros_like(folded)
+                    for k in tl.static_range(0, MATRIX, SLICE):
+                        slices += (load_rows(source, head + k, head + MATRIX, column, V, VB, SLICE),)
+                    for k in tl.static_range(0, MATRIX, SLICE):
+                        folded, small = add_product(factors[k // SLICE], split(slices[k // SLICE]), folded, small)
+                    folded += small
                 elif FOLDS:
                     folded += tl.exp(decays) * incoming
                 if POSITION < P - 1:
@@ -189,11 +181,7 @@ def chain_kernel(
                         for p in tl.static_range(P - 1):
                             there = data_at(tl.load(peers + p) + carry_box + parity * inbox_stride, state)
                             store_rows(there, row, end, column, folded, V, VB, SUB)
-                if MATRIX:
-                    column += VB
-                    if step + 1 < steps:
-                        value = load_rows(state, row, end, column, V, VB, SUB)
-                elif row + SUB < end:
+                if not MATRIX and row + SUB < end:
                     value = load_rows(state, row + SUB, end, column, V, VB, SUB)
                     decays = load_decays(transition, row + SUB, end, SUB)
             if failed == 0:
@@ -202,13 +190,8 @@ def chain_kernel(
                 elif WANT_CARRY:
                     others = tl.load(peers + lanes, mask=lanes < P - 1, other=0)
                     signal(flag_at(others + carry_flags + block * 4), lanes < P - 1, epoch, ASM)
-            if POSITION > 0 and LATE and FOLDS:
-                for step in tl.range(0, STEPS, num_stages=1):
-                    at = piece * (VB * STEPS) + step * VB
-                    incoming = load_rows(received, first, end, at, V, VB, SUB)
-                    if failed != 0:
-                        incoming = tl.full([SUB, VB], float("nan"), incoming.dtype)
-                    store_rows(output, first, end, at, incoming, V, VB, SUB)
+            if POSITION > 0 and FOLDS and MATRIX:
+                copy_rows(received, output, first, end, column, failed, V, VB, SUB)
     if POSITION == 0 and not WANT_CARRY:
         advance(control, epoch)
 
@@ -221,20 +204,13 @@ def chain_kernel(
         while run < runs:
             first, end = rows_of(run // GROUPS, rows, block_rows, SUB, MATRIX)
             for piece in range(run % GROUPS, PIECES, GROUPS):
-                block, column = run // GROUPS * PIECES + piece, piece * (VB * STEPS)
+                block, column = run // GROUPS * PIECES + piece, piece * VB
                 if failed == 0:
                     flags = flag_at(own + carry_flags + block * 4 + tl.zeros_like(lanes))
                     if wait_for(flags, lanes < 1, tl.zeros_like(lanes) + epoch, limit, ASM) > 0:
                         give_up(failure, status, epoch, P - 1, 5)
                         failed = 1
-                steps = STEPS if MATRIX else tl.cdiv(end - first, SUB)
-                for step in range(steps):
-                    row = first if MATRIX else first + step * SUB
+                for row in range(first, end, SUB):
                     carry = data_at(own + carry_box + parity * inbox_stride, state)
-                    value = load_rows(carry, row, end, column, V, VB, SUB)
-                    if failed != 0:
-                        value = tl.full([SUB, VB], float("nan"), value.dtype)
-                    store_rows(carry_out, row, end, column, value, V, VB, SUB)
-                    if MATRIX:
-                        column += VB
+                    copy_rows(carry, carry_out, row, end, column, failed, V, VB, SUB)
             run = take(control)

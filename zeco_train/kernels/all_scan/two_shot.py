@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels.all_scan import (
+    add_product,
     advance,
     data_at,
     flag_at,
     give_up,
     load_matrix,
-    product,
     signal,
     split,
     start,
@@ -50,7 +50,10 @@ def tile_offsets(K: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr):
 @triton.jit
 def fold(value, factor, before, MATRIX: tl.constexpr):
     """A tile's state after a rank, from that before it; `factor` holds log-decays [KB, 1], or a matrix [KB, KB]."""
-    return value + (product(split(factor), split(before)) if MATRIX else tl.exp(factor) * before)
+    if MATRIX:
+        value, small = add_product(split(factor), split(before), value, tl.zeros_like(value))
+        return value + small
+    return value + tl.exp(factor) * before
 
 
 @triton.jit
