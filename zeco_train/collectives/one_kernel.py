@@ -32,7 +32,7 @@ class KernelTuning:
 # Measured on 2 and 4 H200s, 1 and 4 MB, over 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would gain
 # up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
 _MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
-# Rows of a fold's block, and of each of its products: in those, sums on tensor cores stay nearly exact.
+# Rows of a block, and of what is received that a product of its fold takes.
 _MATRIX_ROWS, SLICE = 64, 64
 
 
@@ -129,9 +129,8 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
     keys, columns = power_of_2(key_dim), power_of_2(value_dim)
     pieces = groups = 1
     if matrices:
-        # Blocks are tiles of a head's rows and of columns; products take tiles of at least 16 × 16, of 64 rows for the
-        # four warps of a CTA. 64 rows of a matrix, split in three of bf16, are at most 96 KB of shared memory. As few
-        # CTAs as take no more blocks each.
+        # Blocks are tiles of a head's rows and of columns; products take tiles of at least 16 × 16, of 64 rows for four
+        # warps. 64 rows of a matrix, split in three of bf16, are up to 96 KB. As few CTAs as take no more blocks each.
         keys = max(16, keys)
         block_rows = held = min(keys, _MATRIX_ROWS)
         units = batch * heads * -(-key_dim // held)
@@ -151,14 +150,8 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
         sizes=(rows, block_rows, units * groups),
         places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
         constants=(
-            value_dim,
-            columns,
-            held,
-            matrices * key_dim,
-            min(keys, SLICE),
-            is_transposed(request.transition),
-            pieces,
-            groups,
+            *(value_dim, columns, held, matrices * key_dim, min(keys, SLICE)),
+            *(is_transposed(request.transition), pieces, groups),
         ),
     )
 

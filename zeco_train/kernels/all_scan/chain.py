@@ -38,9 +38,7 @@ def store_rows(x, row, end, column, value, V: tl.constexpr, VB: tl.constexpr, SU
 @triton.jit
 def copy_rows(source, target, row, end, column, failed, V: tl.constexpr, VB: tl.constexpr, SUB: tl.constexpr):
     """Store what `load_rows` loads, or NaN if this scan `failed`, and return it."""
-    value = load_rows(source, row, end, column, V, VB, SUB)
-    if failed != 0:
-        value = tl.full([SUB, VB], float("nan"), value.dtype)
+    value = tl.where(failed != 0, float("nan"), load_rows(source, row, end, column, V, VB, SUB))
     store_rows(target, row, end, column, value, V, VB, SUB)
     return value
 
