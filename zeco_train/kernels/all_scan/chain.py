@@ -134,7 +134,7 @@ def chain_kernel(
             head = unit // TILES * MATRIX  # its first row
             factors = ()
             for k in tl.static_range(0, MATRIX, SLICE):
-                factors += (split(load_matrix(transition, head, first, end, k, MATRIX, SLICE, SUB, TRANSPOSED)),)
+                factors += (split(load_matrix(transition, head, first, end, k, MATRIX, SLICE, SUB, TRANSPOSED)),)  # type: ignore[assignment]
         # Loads of one piece must not be moved before the wait of an earlier one, as a pipelined loop would.
         for piece in tl.range(run % GROUPS, PIECES, GROUPS, num_stages=1):
             block, column = unit * PIECES + piece, piece * VB
@@ -163,7 +163,7 @@ def chain_kernel(
                     source = received if POSITION > 0 else carry_in
                     slices, small = (), tl.zeros_like(folded)
                     for k in tl.static_range(0, MATRIX, SLICE):
-                        slices += (load_rows(source, head + k, head + MATRIX, column, V, VB, SLICE),)
+                        slices += (load_rows(source, head + k, head + MATRIX, column, V, VB, SLICE),)  # type: ignore[assignment]
                     for k in tl.static_range(0, MATRIX, SLICE):
                         folded, small = add_product(factors[k // SLICE], split(slices[k // SLICE]), folded, small)
                     folded += small
