@@ -71,7 +71,7 @@ def by_kernels(rank: int, world_size: int, seed: int, seconds: float) -> int:
     start_interpreter()
     from zeco_train.collectives import arena, one_kernel
 
-    one_kernel._MATRIX_ROWS = 16
+    one_kernel._MATRIX_ROWS = one_kernel.SLICE = 16
     for least in (arena.TwoShotCapacity, arena.ChainCapacity):
         # The defaults of its fields: so that arenas grow.
         least.__new__.__defaults__ = (1,) * len(least._fields)

@@ -60,6 +60,15 @@ def test_two_shot_in_a_kernel_sends_a_matrix_with_each_tile_of_its_head() -> Non
     assert tiles == 16 * one_kernel.matrix_copies(matrices)
 
 
+def test_folds_by_matrices_take_time_by_their_products() -> None:
+    """Between the first and the last rank; an owner of `two_shot` folds its part of each state."""
+    costs, load = Costs(Link.symmetric, 0, 0, 0, 0, 0, fold=1e-14), Load(4, (1, 6, 256, 512), 4, True)
+    products = 6 * 256 * 256 * 512 * 1e-14
+    assert CHAIN.seconds(costs, load, None) == pytest.approx(2 * products)
+    assert TWO_SHOT.seconds(costs, load, None) == pytest.approx(2 * products / 4)
+    assert CHAIN.seconds(costs, dataclasses.replace(load, matrices=False), None) == 0
+
+
 def test_load_gives_state_and_transition_bytes() -> None:
     diagonal, matrices = Load(4, (2, 3, 5, 7), 4), Load(4, (2, 3, 5, 7), 4, matrices=True)
     assert (diagonal.state_bytes, diagonal.columns) == (4 * 2 * 3 * 5 * 7, 21)

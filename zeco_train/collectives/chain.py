@@ -135,8 +135,8 @@ def best_blocks(costs: Costs, load: Load) -> int:
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
     # T; `blocks` applies to messages only.
     if costs.link is Link.symmetric or blocks is None:
-        latency = costs.start + (load.ranks - 1) * costs.message + load.matrices * (load.ranks - 2) * costs.fold
-        return latency + costs.byte * load.state_bytes
+        latency = costs.start + (load.ranks - 1) * costs.message
+        return latency + costs.byte * load.state_bytes + costs.fold * load.fold_products
     hops = [hop.message + hop.byte * load.state_bytes / blocks for hop in costs.along(load)]
     return sum(hops) + (blocks - 1) * max(hops)
 

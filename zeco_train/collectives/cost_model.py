@@ -37,7 +37,7 @@ class Costs:
     exchange_peer: float  # α''
     exchange_byte: float  # β'
     start: float = 0.0  # α₀, fixed cost of a kernel
-    fold: float = 0.0  # of a state by a matrix inside a kernel, which only ranks between others make
+    fold: float = 0.0  # by a matrix inside a kernel, of each product of two elements
     between: Costs | None = None  # the costs between nodes, if they differ
 
     def farthest(self, nodes: int) -> Costs:
@@ -68,8 +68,8 @@ MEASURED = {
         replace(_NCCL, link=Link.nccl_across_nodes, between=_ACROSS),
         # 2 and 4 × H200, torch 2.11, Triton 3.6, 0.5 to 8 MB, launched one by one. The hops of `lab.delays`, each
         # α₀ + α + βS, bound α of long chains from above.
-        # A fold: emulated chains of 16 × 128 × 128, hops of 8.3 µs with it and 5.1 without, before its sums were of 32.
-        Costs(Link.symmetric, 5.8e-6, 3.8e-12, 6.25e-6, 5e-7, 3.8e-12, start=7.3e-6, fold=3e-6),
+        # A fold: emulated chains, hops of 16 × 128 × 128 and 6 × 256 × 512 with it and without.
+        Costs(Link.symmetric, 5.8e-6, 3.8e-12, 6.25e-6, 5e-7, 3.8e-12, start=7.3e-6, fold=5e-14),
     )
 }
 
@@ -119,6 +119,11 @@ class Load:
     @property
     def transition_bytes(self) -> int:
         return math.prod(self.shape[:3]) * (self.shape[2] if self.matrices else 1) * self.itemsize
+
+    @property
+    def fold_products(self) -> int:
+        """Products of two elements in the folds of a state by matrices, which only ranks between others make."""
+        return self.matrices * (self.ranks - 2) * math.prod(self.shape) * self.shape[2]
 
     @property
     def columns(self) -> int:

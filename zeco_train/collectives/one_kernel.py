@@ -32,7 +32,8 @@ class KernelTuning:
 # Measured on 2 and 4 H200s, 1 and 4 MB, over 16 to 64 CTAs, 4 to 16 warps, 2,048 to 16,384 elements: 64 CTAs would gain
 # up to 8 % at 4 MB, but take twice as many SMs from the overlapped compute.
 _MEASURED = KernelTuning(ctas=32, num_warps=8, elements=4096)
-_MATRIX_ROWS = 64
+# Rows of a block, and of what is received that a product of its fold takes.
+_MATRIX_ROWS, SLICE = 64, 64
 
 
 @dataclass(frozen=True)
@@ -128,15 +129,15 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
     keys, columns = power_of_2(key_dim), power_of_2(value_dim)
     pieces = groups = 1
     if matrices:
-        # Blocks are tiles of a head's rows and of columns; products take tiles of at least 16 × 16, of 64 rows for the
-        # four warps of a CTA. 64 rows of a matrix, split in three of bf16, are at most 96 KB of shared memory.
+        # Blocks are tiles of a head's rows and of columns; products take tiles of at least 16 × 16, of 64 rows for four
+        # warps. 64 rows of a matrix, split in three of bf16, are up to 96 KB. As few CTAs as take no more blocks each.
         keys = max(16, keys)
         block_rows = held = min(keys, _MATRIX_ROWS)
         units = batch * heads * -(-key_dim // held)
         asked = columns if blocks is None else columns * units // blocks
-        columns = max(16, min(columns, tuning.elements // keys, power_of_2(asked)))
+        columns = max(16, min(columns, tuning.elements // held, power_of_2(asked)))
         pieces = -(-value_dim // columns)
-        groups = max(1, min(pieces, tuning.ctas // units))
+        groups = -(-pieces // -(-pieces // max(1, tuning.ctas // units)))
     else:
         # Blocks are runs of rows of [B·H·K, V].
         block_rows = max(1, PAPER_BLOCK // value_dim) if blocks is None else -(-rows // min(blocks, rows))
@@ -149,14 +150,8 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
         sizes=(rows, block_rows, units * groups),
         places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
         constants=(
-            value_dim,
-            columns,
-            held,
-            matrices * key_dim,
-            keys,
-            is_transposed(request.transition),
-            pieces,
-            groups,
+            *(value_dim, columns, held, matrices * key_dim, min(keys, SLICE)),
+            *(is_transposed(request.transition), pieces, groups),
         ),
     )
 
@@ -172,5 +167,5 @@ def power_of_2(number: int) -> int:
 
 
 _CHAIN, _TWO_SHOT = "zeco_train.kernels.all_scan.chain", "zeco_train.kernels.all_scan.two_shot"
-CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(64, 4, 4096), True)
+CHAIN_KERNEL = Kernel(_CHAIN, "chain_kernel", _chain_cut, 256, KernelTuning(96, 4, 2048), True)
 TWO_SHOT_KERNEL = Kernel(_TWO_SHOT, "two_shot_kernel", _two_shot_cut, 128, KernelTuning(32, 8, 4096), False)

@@ -76,7 +76,7 @@ def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
     else:
         columns, transitions = slice_bytes(load, load.ranks)
         slices = 2 * columns + transitions
-    return 2 * costs.exchange_seconds(load, slices / 2) + load.matrices * (load.ranks - 2) * costs.fold
+    return 2 * costs.exchange_seconds(load, slices / 2) + costs.fold * load.fold_products / load.ranks
 
 
 TWO_SHOT = ScanSpec(

@@ -163,9 +163,9 @@ def data_at(address, like):
 
 
 @triton.jit
-def load_matrix(x, head, row, end, K: tl.constexpr, KB: tl.constexpr, SUB: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """[SUB, KB] of the matrix of the head that begins at row `head`, from `row` on, below `end`; zeros outside."""
-    r, k = row + tl.arange(0, SUB)[:, None], tl.arange(0, KB)[None, :]
+def load_matrix(x, head, row, end, k, K: tl.constexpr, KB: tl.constexpr, SUB: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[SUB, KB] of the matrix of the head that begins at row `head`, from `row` and column `k` on, below `end`."""
+    r, k = row + tl.arange(0, SUB)[:, None], k + tl.arange(0, KB)[None, :]
     places = head * K + k * K + (r - head) if TRANSPOSED else r * K + k
     return tl.load(x + places, mask=(r < end) & (k < K), other=0.0)
 
@@ -184,18 +184,18 @@ def split(x):
 
 
 @triton.jit
-def product(a, b):
-    """The product of two matrices, each `split`, on tensor cores with the error of fp32; the smallest terms first.
+def add_product(a, b, total, small):
+    """Add the product of two matrices, each `split`, to `total + small`, on tensor cores with the error of fp32.
 
     Tensor cores truncate their sums, always towards 0. So those of the largest term are of 32 products each, 0 for all
     other k, and are added up with rounding: a number of imprecise sums keeps Triton from doing so on tensor cores.
     """
     if a[0].dtype == tl.float64:
-        total = tl.dot(a[0], b[0], out_dtype=tl.float64)
+        total = tl.dot(a[0], b[0], total, out_dtype=tl.float64)
     else:
-        total = tl.dot(a[2], b[0], tl.dot(a[1], b[1], tl.dot(a[0], b[2])))
-        total = tl.dot(a[1], b[0], tl.dot(a[0], b[1], total))
         part = tl.arange(0, b[0].shape[0])[:, None] // 32
         for n in tl.static_range((b[0].shape[0] + 31) // 32):
             total += tl.dot(a[0], tl.where(part == n, b[0], 0.0).to(tl.bfloat16), max_num_imprecise_acc=32)
-    return total
+        small = tl.dot(a[2], b[0], tl.dot(a[1], b[1], tl.dot(a[0], b[2], small)))
+        small = tl.dot(a[1], b[0], tl.dot(a[0], b[1], small))
+    return total, small

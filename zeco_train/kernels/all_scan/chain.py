@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels.all_scan import (
+    add_product,
     advance,
     all_started,
     data_at,
     flag_at,
     give_up,
     load_matrix,
-    product,
     signal,
     split,
     start,
@@ -33,6 +33,14 @@ def store_rows(x, row, end, column, value, V: tl.constexpr, VB: tl.constexpr, SU
     """The inverse of `load_rows`."""
     r, v = row + tl.arange(0, SUB), column + tl.arange(0, VB)
     tl.store(x + r[:, None] * V + v[None, :], value, mask=(r < end)[:, None] & (v < V)[None, :])
+
+
+@triton.jit
+def copy_rows(source, target, row, end, column, failed, V: tl.constexpr, VB: tl.constexpr, SUB: tl.constexpr):
+    """Store what `load_rows` loads, or NaN if this scan `failed`, and return it."""
+    value = tl.where(failed != 0, float("nan"), load_rows(source, row, end, column, V, VB, SUB))
+    store_rows(target, row, end, column, value, V, VB, SUB)
+    return value
 
 
 @triton.jit
@@ -82,7 +90,7 @@ def chain_kernel(
     VB: tl.constexpr,
     SUB: tl.constexpr,
     MATRIX: tl.constexpr,  # 0: log-decays; else K, and blocks are tiles of SUB rows of a head and VB columns
-    KB: tl.constexpr,  # K, padded
+    SLICE: tl.constexpr,  # rows of a product, a part of K
     TRANSPOSED: tl.constexpr,
     PIECES: tl.constexpr,  # blocks along V; 1 for log-decays
     GROUPS: tl.constexpr,  # runs that share them
@@ -98,7 +106,7 @@ def chain_kernel(
     only after every rank's part of this scan, and so after the end of every rank's previous scan.
 
     A fold by a matrix reads all rows of a head, and so waits for the blocks of all its tiles, of the same columns. A
-    run's matrix rows are loaded once, before its first wait.
+    run's matrix rows are loaded once, before its first wait; `output` is written once the fold is sent.
     """
     cta = tl.program_id(0)
     lanes = tl.arange(0, LANES)
@@ -124,7 +132,9 @@ def chain_kernel(
         first, end = rows_of(unit, rows, block_rows, SUB, MATRIX)
         if FOLDS and MATRIX:
             head = unit // TILES * MATRIX  # its first row
-            factors = split(load_matrix(transition, head, first, end, MATRIX, KB, SUB, TRANSPOSED))
+            factors = ()
+            for k in tl.static_range(0, MATRIX, SLICE):
+                factors += (split(load_matrix(transition, head, first, end, k, MATRIX, SLICE, SUB, TRANSPOSED)),)  # type: ignore[assignment]
         # Loads of one piece must not be moved before the wait of an earlier one, as a pipelined loop would.
         for piece in tl.range(run % GROUPS, PIECES, GROUPS, num_stages=1):
             block, column = unit * PIECES + piece, piece * VB
@@ -145,16 +155,18 @@ def chain_kernel(
                     failed = 1
             for row in tl.range(first, end, SUB, num_stages=1):
                 folded = value
-                if POSITION > 0:
-                    incoming = load_rows(received, row, end, column, V, VB, SUB)
-                    if failed != 0:
-                        incoming = tl.full([SUB, VB], float("nan"), incoming.dtype)
-                    store_rows(output, row, end, column, incoming, V, VB, SUB)
-                elif HAS_CARRY:
+                if POSITION > 0 and not (FOLDS and MATRIX):
+                    incoming = copy_rows(received, output, row, end, column, failed, V, VB, SUB)
+                elif HAS_CARRY and not MATRIX:
                     incoming = load_rows(carry_in, row, end, column, V, VB, SUB)
                 if FOLDS and MATRIX:
-                    whole = load_rows(received if POSITION > 0 else carry_in, head, head + MATRIX, column, V, VB, KB)
-                    folded += product(factors, split(whole))
+                    source = received if POSITION > 0 else carry_in
+                    slices, small = (), tl.zeros_like(folded)
+                    for k in tl.static_range(0, MATRIX, SLICE):
+                        slices += (load_rows(source, head + k, head + MATRIX, column, V, VB, SLICE),)  # type: ignore[assignment]
+                    for k in tl.static_range(0, MATRIX, SLICE):
+                        folded, small = add_product(factors[k // SLICE], split(slices[k // SLICE]), folded, small)
+                    folded += small
                 elif FOLDS:
                     folded += tl.exp(decays) * incoming
                 if POSITION < P - 1:
@@ -176,6 +188,8 @@ def chain_kernel(
                 elif WANT_CARRY:
                     others = tl.load(peers + lanes, mask=lanes < P - 1, other=0)
                     signal(flag_at(others + carry_flags + block * 4), lanes < P - 1, epoch, ASM)
+            if POSITION > 0 and FOLDS and MATRIX:
+                copy_rows(received, output, first, end, column, failed, V, VB, SUB)
     if POSITION == 0 and not WANT_CARRY:
         advance(control, epoch)
 
@@ -196,8 +210,5 @@ def chain_kernel(
                         failed = 1
                 for row in range(first, end, SUB):
                     carry = data_at(own + carry_box + parity * inbox_stride, state)
-                    value = load_rows(carry, row, end, column, V, VB, SUB)
-                    if failed != 0:
-                        value = tl.full([SUB, VB], float("nan"), value.dtype)
-                    store_rows(carry_out, row, end, column, value, V, VB, SUB)
+                    copy_rows(carry, carry_out, row, end, column, failed, V, VB, SUB)
             run = take(control)

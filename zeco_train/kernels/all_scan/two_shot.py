@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from zeco_train.kernels.all_scan import (
+    add_product,
     advance,
     data_at,
     flag_at,
     give_up,
     load_matrix,
-    product,
     signal,
     split,
     start,
@@ -50,7 +50,10 @@ def tile_offsets(K: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr):
 @triton.jit
 def fold(value, factor, before, MATRIX: tl.constexpr):
     """A tile's state after a rank, from that before it; `factor` holds log-decays [KB, 1], or a matrix [KB, KB]."""
-    return value + (product(split(factor), split(before)) if MATRIX else tl.exp(factor) * before)
+    if MATRIX:
+        value, small = add_product(split(factor), split(before), value, tl.zeros_like(value))
+        return value + small
+    return value + tl.exp(factor) * before
 
 
 @triton.jit
@@ -73,7 +76,7 @@ def load_input(
     k = tl.arange(0, KB)[:, None]
     head = tile // NV * K  # its first row
     if MATRIX:
-        factor = load_matrix(transition, head, head, head + tl.where(valid, K, 0), K, KB, KB, TRANSPOSED)
+        factor = load_matrix(transition, head, head, head + tl.where(valid, K, 0), 0, K, KB, KB, TRANSPOSED)
     else:
         factor = tl.load(transition + head + k, mask=(k < K) & valid, other=0.0)
     value = load_state_tile(state, tile, valid, K, V, KB, BV)
@@ -155,7 +158,7 @@ def two_shot_kernel(
                     if n + 1 < P:
                         after = ((POSITION + 2 + n) % P) * width + i
                         exists = after < tiles
-                        value_after, factor_after = load_input(
+                        value_next, factor_next = load_input(
                             state, transition, carry_in, after, exists, HAS_CARRY, MATRIX, TRANSPOSED, K, V, KB, BV
                         )
                     valid = ((POSITION + 1 + n) % P) * width + i < tiles
@@ -165,7 +168,7 @@ def two_shot_kernel(
                     place = data_at(arena + factors_slot, state) + i * (KB * WIDTH)
                     tl.store(place + of_factor, factor, mask=(k < K) & valid)
                     if n + 1 < P:
-                        value, factor = value_after, factor_after
+                        value, factor = value_next, factor_next
             flags = flag_at(arenas + (POSITION * flag_stride + i) * 4)
             signal(flags, is_rank & (lanes * width + i < tiles), epoch, ASM)
     advance(control, epoch)
@@ -181,27 +184,23 @@ def two_shot_kernel(
                 failed = 1
             else:
                 place = data_at(own + inbox + parity * P * inbox_stride, state) + i * TILE
-                factors_place = data_at(own + factors_box + parity * P * factors_stride, state)
-                factors_place += i * (KB * WIDTH) + of_factor
+                factors_at = data_at(own + factors_box + parity * P * factors_stride, state)
+                factors_at += i * (KB * WIDTH) + of_factor
                 value = tl.load(place + offsets, mask=inside, other=0.0)
-                factor = tl.load(factors_place, mask=k < K, other=0.0)
+                factor = tl.load(factors_at, mask=k < K, other=0.0)
                 running = tl.zeros_like(value)
                 target = results + parity * 2 * results_stride
                 for p in tl.static_range(P):
                     if p + 1 < P - 1 or (p + 1 < P and WANT_CARRY):
-                        value_after = tl.load(
-                            place + (p + 1) * (inbox_stride // size) + offsets, mask=inside, other=0.0
-                        )
-                        factor_after = tl.load(
-                            factors_place + (p + 1) * (factors_stride // size), mask=k < K, other=0.0
-                        )
+                        value_next = tl.load(place + (p + 1) * (inbox_stride // size) + offsets, mask=inside, other=0.0)
+                        factor_next = tl.load(factors_at + (p + 1) * (factors_stride // size), mask=k < K, other=0.0)
                     if p > 0:
                         at = data_at(tl.load(peers + p) + target, state) + tile * TILE
                         tl.store(at + offsets, running, mask=inside)
                     if p < P - 1 or WANT_CARRY:
                         running = value if p == 0 else fold(value, factor, running, MATRIX)
                     if p + 1 < P - 1 or (p + 1 < P and WANT_CARRY):
-                        value, factor = value_after, factor_after
+                        value, factor = value_next, factor_next
                 if WANT_CARRY:
                     for p in tl.static_range(P):
                         at = data_at(tl.load(peers + p) + target + results_stride, state) + tile * TILE
