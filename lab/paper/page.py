@@ -104,6 +104,8 @@ def _ours(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
     if "mean_over" in value:
         several = [row[column] for row in _those(rows, where)]
         middle = sum(several) / len(several)
+        if len(several) == 1:
+            return f"{middle:.3f} (one of the {value['mean_over']})"
         return f"{middle:.3f} ({min(several):.3f} to {max(several):.3f}, {len(several)} {value['mean_over']})"
     if "across" in value:
         return _series(rows, value)
