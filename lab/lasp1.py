@@ -1,9 +1,10 @@
 """Question: what do LASP-1's tables that need GPUs give here: strategies, kernel fusion and state cache, lengths?
 Command: python -m lab.lasp1 losses|mixers|ablation|longest|memory [--ranks N] [--only VALUE …] [--out FILE]
     [KEY=VALUE …]
-Date: 2026-11-28, `losses` with 20 steps of 2,048 tokens on 2 × H100; the others tiny, on 2 CPU ranks
-Answer: all strategies have one loss, with LASP-1 and without, but for one in the sixth digit; docs/papers.md. The
-    others: open.
+Date: 2026-11-28, `losses` with 20 steps of 2,048 tokens on 2 × H100, `longest` with DDP on 1 and 2 × H200; the
+    others tiny, on 2 CPU ranks
+Answer: all strategies have one loss, with LASP-1 and without, but for one in the sixth digit. The planned lengths
+    train, and a tenth more does not, with DDP on one GPU and on two; docs/papers.md. The others: open.
 
     losses     Table 2: the last loss of every strategy, with whole sequences on each rank and with LASP-1's ring, of
                Lightning Attention (the paper's TNL) and plain linear attention; one global batch for all
@@ -40,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab import forked_ranks
 from lab.paper import store
 from zeco_train.bench import __main__ as bench
 from zeco_train.errors import ZecoError
@@ -58,11 +60,7 @@ Rows = Iterator[tuple[Row, Callable[[Path], list[Row]]]]
 
 @errors_in_a_line
 def main(arguments: list[str]) -> int:
-    """Measure a table's rows, or a rank of one."""
-    if arguments[:1] == ["rank"]:
-        fused, cached, *rest = arguments[1:]
-        _ablate(fused=fused == "True", cached=cached == "True")
-        return bench.main(rest)
+    """Measure a table's rows."""
     options = _parser().parse_intermixed_args(arguments)
     machine, deadline = store.machine_of(options.ranks), time.monotonic() + 60 * options.minutes
     out = options.out or store.RESULTS / f"paper_{options.table}_{store.in_names(machine)}.json"
@@ -115,11 +113,20 @@ def _ablation(options: argparse.Namespace) -> Rows:
 
     def measure(fused: bool, cached: bool, folder: Path) -> list[Row]:
         # Compiled code would leave out a state whose value is known.
-        own = [f"out={folder}", *size, "compile=never", "cuda_graphs=off", *options.settings]
-        _start(options.ranks, "lab.lasp1", "rank", str(fused), str(cached), "model", *own)
+        own = ["model", f"out={folder}", *size, "compile=never", "cuda_graphs=off", *options.settings]
+
+        def run(_: int) -> int:
+            _ablate(fused=fused, cached=cached)
+            return bench.main(own)
+
+        # Forked: what is replaced is so in these ranks only, and no time is taken by imports.
+        ranks = forked_ranks.start(options.ranks, run, folder)
+        if any(code != 0 for code in ranks.wait(options.seconds)):
+            print(*ranks.last_lines(), sep="\n", file=sys.stderr, flush=True)
         return [_figures(row) for row in _rows(folder)]
 
-    for fused, cached in itertools.product((False, True), repeat=2):
+    # Neither and both first, should the others not be reached.
+    for fused, cached in ((False, False), (True, True), (True, False), (False, True)):
         yield {"fused": fused, "cached": cached}, partial(measure, fused, cached)
 
 
@@ -207,7 +214,8 @@ def _rows(out: Path) -> list[Row]:
 
 
 def _figures(row: Row) -> Row:
-    return {name: row[name] for name in ("tokens_per_second_per_gpu", "median_ms", "peak_gb") if row[name] is not None}
+    names = ("tokens_per_second_per_gpu", "median_ms", "p10_ms", "p90_ms", "peak_gb")
+    return {name: row[name] for name in names if row.get(name) is not None}
 
 
 def _parser() -> Parser:
@@ -215,6 +223,7 @@ def _parser() -> Parser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=600.0, help="of a row of `ablation`, at most")
     parser.add_argument("--only", nargs="+", metavar="VALUE", default=[], help="rows with these values; last")
     parser.add_argument("--minutes", type=float, default=600.0, help="no further row is begun after these")
     parser.add_argument("--out", type=Path, help="default: in lab/results, named by table and machine")

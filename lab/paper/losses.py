@@ -1,8 +1,8 @@
 """Question: how well, and how fast, do the modules of LASP-2's Tables 2 and 3 learn after equal steps?
 Command: python -m lab.paper.losses modules|unmasked [--size llama3_1b] [--steps N] [--out FILE]
 Date: 2026-11-27, two seeds; models of 0.9M parameters on 2 CPU ranks, which others used, too; 2026-11-28, one H100,
-    five rows of Llama3-1B's shape
-Answer: lab/results/paper_modules_2cpu.json, paper_unmasked_2cpu.json and paper_modules_llama3_1b_1xh100.json,
+    five rows of Llama3-1B's shape, and rows of H200s
+Answer: lab/results/paper_modules_2cpu.json, paper_unmasked_2cpu.json and paper_modules_llama3_1b_*.json,
     docs/papers.md. So few steps say that all rows train; they do not order the modules.
 
 `modules`   softmax attention with Ring, then six modules, pure and with softmax in one layer of four, by LASP-2; Based

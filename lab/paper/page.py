@@ -176,9 +176,9 @@ def machine_of(result: Mapping[str, Any]) -> str:
 
 
 def commit_of(result: Mapping[str, Any]) -> str:
-    """Short; with a plus if the tree had changes."""
-    commit = str(result.get("commit") or result.get("config", {}).get("commit") or result["environment"]["commit"])
-    return commit[:8] + "+" * commit.endswith("+")
+    """Short, each of several; with a plus if the tree had changes."""
+    commits = str(result.get("commit") or result.get("config", {}).get("commit") or result["environment"]["commit"])
+    return " and ".join(each[:8] + "+" * each.endswith("+") for each in commits.split(", "))
 
 
 def command_of(result: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Question: what do local states that are kept for the backward pass cost in bytes, and what do they save in time?
 Command: python -m lab.paper.states [--tokens 16384] [--runs N] [--name NAME]
 Date: 2026-11-27; bytes and times of PyTorch's passes on a CPU, bytes of the kernels from the shapes that they promise,
-    and of launched kernels on an H200
-Answer: lab/results/paper_states_{cpu,1xh200_16384}.json, docs/papers.md. Their gradients are equal to 1e-13 in fp64
-    (`tests/ops/test_passes.py`, `tests/ops/test_kernels.py`).
+    and of launched kernels on an H200; 2026-11-28, in CUDA graphs
+Answer: lab/results/paper_states_{cpu,1xh200_16384,graph_1xh200}.json, docs/papers.md. Their gradients are equal
+    to 1e-13 in fp64 (`tests/ops/test_passes.py`, `tests/ops/test_kernels.py`).
 
 The switch is `zeco_train.ops.passes.keeping_states`. One layer of gla, 16 heads of 64 × 128, a batch of one; bytes are
 those that autograd keeps, by the hooks of saved tensors, each storage once. On a GPU times are of the kernels in bf16,
