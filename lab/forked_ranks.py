@@ -54,8 +54,14 @@ class Ranks:
 
     def errors(self) -> list[str]:
         """Lines of errors that the ranks have printed."""
-        texts = ((self.folder / f"rank_{rank}.txt").read_text() for rank in range(len(self.pids)))
-        return [line for text in texts for line in text.splitlines() if line.startswith("error:")]
+        return [line for lines in self._lines() for line in lines if line.startswith("error:")]
+
+    def last_lines(self, count: int = 12) -> list[str]:
+        """The end of each rank's output: of an exception that nothing has caught, where it was and what it says."""
+        return [line for lines in self._lines() for line in lines[-count:]]
+
+    def _lines(self) -> list[list[str]]:
+        return [(self.folder / f"rank_{rank}.txt").read_text().splitlines() for rank in range(len(self.pids))]
 
 
 def start(count: int, run: Callable[[int], int], folder: Path) -> Ranks:

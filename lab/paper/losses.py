@@ -1,8 +1,8 @@
 """Question: how well, and how fast, do the modules of LASP-2's Tables 2 and 3 learn after equal steps?
 Command: python -m lab.paper.losses modules|unmasked [--size llama3_1b] [--steps N] [--out FILE]
 Date: 2026-11-27, two seeds; models of 0.9M parameters on 2 CPU ranks, which others used, too; 2026-11-28, one H100,
-    five rows of Llama3-1B's shape
-Answer: lab/results/paper_modules_2cpu.json, paper_unmasked_2cpu.json and paper_modules_llama3_1b_1xh100.json,
+    five rows of Llama3-1B's shape, and rows of H200s
+Answer: lab/results/paper_modules_2cpu.json, paper_unmasked_2cpu.json and paper_modules_llama3_1b_*.json,
     docs/papers.md. So few steps say that all rows train; they do not order the modules.
 
 `modules`   softmax attention with Ring, then six modules, pure and with softmax in one layer of four, by LASP-2; Based
@@ -56,6 +56,10 @@ SHARED = """
 SECONDS = 1_800.0
 
 
+class RowError(Exception):
+    """A run that did not end well."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a table: a model of `mixer`, with these settings besides."""
@@ -87,7 +91,7 @@ def rows(table: str) -> list[Row]:
     return [Row("softmax", "softmax", "linear", SOFTMAX), *of_modules, window]
 
 
-def measure(row: Row, size: str, seed: int, steps: int, ranks: int) -> dict[str, Any]:
+def measure(row: Row, size: str, seed: int, steps: int, ranks: int, seconds: float = SECONDS) -> dict[str, Any]:
     """Train; the mean loss of the last tenth of the steps, the validation loss, and the median speed of steps."""
 
     def run(rank: int) -> int:
@@ -97,15 +101,17 @@ def measure(row: Row, size: str, seed: int, steps: int, ranks: int) -> dict[str,
     with tempfile.TemporaryDirectory(prefix="zeco-losses-") as name:
         folder = Path(name)
         started = forked_ranks.start(ranks, run, folder)
-        codes = started.wait(SECONDS)
+        codes = started.wait(seconds)
         if any(code != 0 for code in codes):
-            raise SystemExit(f"{row}: exit codes {codes}: {started.errors()}")
+            lines = "\n".join(started.errors() or started.last_lines())
+            raise RowError(f"{row}: exit codes {codes}:\n{lines}")
         logged = read_metrics(folder / "run" / METRICS_FILE)
     last = logged[-max(1, steps // 10) :]
     return {
         "loss": statistics.fmean(each["loss"] for each in last),
         "val_loss": next(each["val_loss"] for each in reversed(logged) if each.get("val_loss") is not None),
         "tokens_per_second": statistics.median(each["tokens_per_second"] for each in logged[1:] or logged),
+        **{name: last[-1][name] for name in ("memory_gb",) if name in last[-1]},
     }
 
 
@@ -129,6 +135,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--minutes", type=float, default=60.0, help="no further row is begun after these")
     parser.add_argument("--only", nargs="+", metavar="MODULE", help="default: all")
+    parser.add_argument("--layers", nargs="+", help="as in the rows, such as pure; default: all")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a row, at most")
     parser.add_argument("--out", type=Path, help="default: in lab/results, named by table, size and machine")
     options = parser.parse_args(arguments)
     ranks = options.ranks
@@ -139,19 +147,25 @@ def main(arguments: Sequence[str]) -> int:
     if stored["rows"] and {key: stored[key] for key in facts} != facts:
         parser.error(f"{out}: its rows have --size {stored['size']} --steps {stored['steps']}; choose another --out")
     measured = stored["rows"]
-    deadline = time.monotonic() + 60 * options.minutes
+    deadline, code = time.monotonic() + 60 * options.minutes, 0
     for seed, row in itertools.product(options.seeds, rows(options.table)):
         about = {"module": row.module, "layers": row.layers, "seed": seed, "ranks": ranks}
-        wanted = options.only is None or row.module in options.only
+        wanted = row.module in (options.only or [row.module]) and row.layers in (options.layers or [row.layers])
         is_there = any(about.items() <= ({"ranks": 2} | each).items() for each in measured)
         if not wanted or is_there or time.monotonic() > deadline:
             continue
-        measured.append(about | measure(row, options.size, seed, options.steps, ranks))
-        print(measured[-1], flush=True)
+        try:
+            measured.append(about | measure(row, options.size, seed, options.steps, ranks, options.seconds))
+        except RowError as error:
+            # One row's error must not end the others.
+            print(error, file=sys.stderr, flush=True)
+            code = 1
+            continue
+        print(json.dumps(measured[-1]), flush=True)
         command = f"python -m lab.paper.losses {options.table} --size {options.size} --ranks {ranks}"
         command += f" --steps {options.steps}"
         store.write(out, command, machine, measured, **facts)
-    return 0
+    return code
 
 
 if __name__ == "__main__":

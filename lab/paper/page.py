@@ -4,7 +4,8 @@ Date: 2026-11-27, from stored results; no GPU
 Answer: docs/papers.md. `tests/lab/test_paper.py` writes it again and compares.
 
 The rows are in `tables.toml`. A value is taken from a stored result, or computed by a function of `COMPUTED`; there are
-no other numbers of ours in it, and those of the papers are theirs.
+no other numbers of ours in it, and those of the papers are theirs. A row with `measured` and `missing` says what is
+missing until a stored result has its value.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Written by `python -m lab.paper.page` from `lab/paper/tables.toml` and the store
 compares.
 """
 # Of the rows that a column tells apart.
-UNITS = {"ranks": "ranks", "size": "MiB", "size_mb": "MiB", "module": ""}
+UNITS = {"ranks": "ranks", "size": "MiB", "size_mb": "MiB", "module": "", "tokens": "tokens a GPU"}
 HEADINGS = ["what", "the paper", "here", "how"]
 
 
@@ -60,6 +61,8 @@ def _line(
 ) -> list[str]:
     what, theirs = row["what"], _theirs(row.get("theirs", ""))
     kinds = [kind for kind in ("measured", "computed", "missing", "mixer") if kind in row]
+    if kinds == ["measured", "missing"]:
+        kinds = [kinds[not _is_stored(row["measured"])]]
     if len(kinds) != 1:
         raise ValueError(f"{item['name']}, {what}: needs one of measured, computed, missing and mixer, has {kinds}")
     value = row[kinds[0]]
@@ -79,6 +82,14 @@ def _line(
     return [what, theirs, _ours(result["rows"], value), how]
 
 
+def _is_stored(value: Mapping[str, Any]) -> bool:
+    if not (RESULTS / f"{value['result']}.json").exists():
+        return False
+    wheres = [value["where"], *({**value["where"], **value[other]} for other in ("over", "less") if other in value)]
+    rows = [row for row in load(value["result"])["rows"] if value["column"] in row]
+    return all(any(where.items() <= row.items() for row in rows) for where in wheres)
+
+
 def _theirs(value: str | Mapping[str, Any]) -> str:
     # Text, or a value of the tables in bench/reference, or a ratio of two of its columns.
     if isinstance(value, str):
@@ -93,11 +104,18 @@ def _ours(rows: Sequence[Mapping[str, Any]], value: Mapping[str, Any]) -> str:
     if "mean_over" in value:
         several = [row[column] for row in _those(rows, where)]
         middle = sum(several) / len(several)
+        if len(several) == 1:
+            return f"{middle:.3f} (one of the {value['mean_over']})"
         return f"{middle:.3f} ({min(several):.3f} to {max(several):.3f}, {len(several)} {value['mean_over']})"
     if "across" in value:
         return _series(rows, value)
-    found = _only(rows, where)[column]
+    row = _only(rows, where)
+    found = row[column]
     own = f"{number(found)} {unit}".strip()
+    if "planned" in value:
+        # A search that was stopped says so.
+        note = f"; {row['note']}" if "note" in row else ""
+        return f"{found / row[value['planned']]:.3f} of the plan's ({own} / {number(row[value['planned']])}){note}"
     if "over" not in value:
         return own
     other = _only(rows, {**where, **value["over"]})[column]
@@ -158,9 +176,9 @@ def machine_of(result: Mapping[str, Any]) -> str:
 
 
 def commit_of(result: Mapping[str, Any]) -> str:
-    """Short; with a plus if the tree had changes."""
-    commit = str(result.get("commit") or result.get("config", {}).get("commit") or result["environment"]["commit"])
-    return commit[:8] + "+" * commit.endswith("+")
+    """Short, each of several; with a plus if the tree had changes."""
+    commits = str(result.get("commit") or result.get("config", {}).get("commit") or result["environment"]["commit"])
+    return " and ".join(each[:8] + "+" * each.endswith("+") for each in commits.split(", "))
 
 
 def command_of(result: Mapping[str, Any]) -> str:

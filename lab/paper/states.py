@@ -1,20 +1,21 @@
 """Question: what do local states that are kept for the backward pass cost in bytes, and what do they save in time?
 Command: python -m lab.paper.states [--tokens 16384] [--runs N] [--name NAME]
 Date: 2026-11-27; bytes and times of PyTorch's passes on a CPU, bytes of the kernels from the shapes that they promise,
-    and of launched kernels on an H200
-Answer: lab/results/paper_states_{cpu,1xh200_16384}.json, docs/papers.md. Their gradients are equal to 1e-13 in fp64
-    (`tests/ops/test_passes.py`, `tests/ops/test_kernels.py`).
+    and of launched kernels on an H200; 2026-11-28, in CUDA graphs
+Answer: lab/results/paper_states_{cpu,1xh200_16384,graph_1xh200}.json, docs/papers.md. Their gradients are equal
+    to 1e-13 in fp64 (`tests/ops/test_passes.py`, `tests/ops/test_kernels.py`).
 
 The switch is `zeco_train.ops.passes.keeping_states`. One layer of gla, 16 heads of 64 × 128, a batch of one; bytes are
 those that autograd keeps, by the hooks of saved tensors, each storage once. On a GPU times are of the kernels in bf16,
 launched one by one and timed by the host: it bounds them where kernels take less time than it needs to launch them, as
-those of 16,384 tokens on an H200 do (0.69 ms in a CUDA graph).
+those of 16,384 tokens on an H200 do. So the same passes are also replayed in a CUDA graph, both switches in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import sys
 import time
@@ -35,6 +36,8 @@ from zeco_train.sp.exchange import local_exchange
 from zeco_train.system.command import Parser, docstring
 
 HEADS, KEY_DIM, VALUE_DIM = 16, 64, 128
+# Passes in a CUDA graph.
+GRAPHED = 10
 SWITCHES: dict[str, Callable[[], Any]] = {"computed again": contextlib.nullcontext, "kept": keeping_states}
 
 
@@ -72,6 +75,34 @@ def seconds(leaves: Sequence[Tensor], position: SequencePosition, runs: int) -> 
         _settle()
         times.append(time.perf_counter() - began)
     return min(times[1:]), statistics.median(times[1:])
+
+
+def in_graphs(leaves: Sequence[Tensor], position: SequencePosition, runs: int) -> dict[str, list[float]]:
+    """Milliseconds of forward + backward by switch, of ten in a CUDA graph, by the device's clock.
+
+    Both switches take turns, so that a change of the GPU's clock affects both.
+    """
+    graphs = {}
+    for name, switch in SWITCHES.items():
+        graph = torch.cuda.CUDAGraph()
+        with switch():
+            gradients(leaves, position)
+            _settle()
+            with torch.cuda.graph(graph):
+                for _ in range(GRAPHED):
+                    o, _ = mix("gla", leaves, position)
+                    torch.autograd.grad(o, leaves, torch.ones_like(o))
+        graphs[name] = graph
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(runs):
+        for name, graph in graphs.items():
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            graph.replay()
+            ended.record()
+            _settle()
+            times[name].append(began.elapsed_time(ended) / GRAPHED)
+    return times
 
 
 def gradients(leaves: Sequence[Tensor], position: SequencePosition) -> list[Tensor]:
@@ -120,6 +151,10 @@ def main(arguments: Sequence[str]) -> int:
             row["difference"] = max(((found - one).norm() / one.norm()).item() for found, one in pairs)
             rows.append(row | {"saved_mb": saved_bytes(leaves, position) / 1e6})
             rows.append({"states": name, "kernel_tokens": 16_384, "kernel_saved_mb": promised_bytes(16_384) / 1e6})
+    for name, found in (in_graphs(leaves, position, options.runs) if device == "cuda" else {}).items():
+        row = {"states": name, "graph_tokens": options.tokens, "graph_median_ms": statistics.median(found)}
+        rows.append(row | {"graph_fastest_ms": min(found), "graph_slowest_ms": max(found)})
+    print("\n".join(json.dumps(row) for row in rows), flush=True)
     command = f"python -m lab.paper.states --tokens {options.tokens} --runs {options.runs}"
     machine = "a CPU core" if device == "cpu" else store.machine_of(1)
     of_machine = "cpu" if device == "cpu" else store.in_names(machine)
