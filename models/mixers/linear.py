@@ -161,7 +161,8 @@ class LinearFeatureMap(Enum):
     @property
     def function(self) -> Callable[[Tensor], Tensor]:
         """The function itself, see `models.mixers.gla.FeatureMap`."""
-        return {"elu": _elu, "relu": F.relu, "identity": _identity}[self.value]
+        functions: dict[str, Callable[[Tensor], Tensor]] = {"elu": _elu, "relu": F.relu, "identity": _identity}
+        return functions[self.value]
 
 
 @dataclass
