@@ -104,6 +104,7 @@ def compare(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int],
 def test_one_kernel_scans_in_triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     run_distributed(suite, 2, SHAPES[-1:])
+    run_distributed(suite, 2, ((1, 1, 72, 8),))  # slices and tiles of a matrix
 
 
 @pytest.mark.processes

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from data.tokenizer import ByteTokenizer
 from models.language_model import LanguageModel
@@ -21,10 +22,11 @@ from zeco_train.distributed.mesh import ProcessMesh, init_mesh
 from zeco_train.errors import ConfigError, NonFiniteError
 from zeco_train.generate import generator as generator_module
 from zeco_train.generate.generator import Completion, Generator, Limits
+from zeco_train.generate.prefill import Prefill
 from zeco_train.generate.sampling import Sampling
 from zeco_train.lifecycle.join import Launch
 from zeco_train.sp.backend_registry import Backend, SPConfig
-from zeco_train.sp.exchange import connect
+from zeco_train.sp.exchange import connect, local_exchange
 
 pytestmark = pytest.mark.numeric
 
@@ -161,6 +163,34 @@ def test_settings_out_of_range(mesh: ProcessMesh, wrong: dict[str, int]) -> None
         generator(mesh, **wrong)
     with pytest.raises(ConfigError, match="max_tokens"):
         generate(generator(mesh), limits=Limits(0))
+
+
+def states_of(rank: int, world_size: int) -> dict[Backend, list[Tensor]]:
+    mesh = mesh_of(rank, world_size, world_size)
+    network, found = model(), {}
+    for backend in (Backend.zeco, Backend.lasp1, Backend.lasp2):
+        scan = connect(SPConfig(backend), mesh.scan_groups, mesh.timeout)
+        found[backend] = prefilled(Prefill(network, mesh, scan, 150))
+        scan.drain()
+    return found
+
+
+def prefilled(prefill: Prefill) -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(259, (length,), generator=random) for length in (400, 1, 701, 400, 130)]
+    found = prefill.run(prompts)
+    assert found is not None
+    return [found[0], *found[1]]
+
+
+@pytest.mark.slow
+def test_prefill_over_ranks_equals_one_rank(mesh: ProcessMesh) -> None:
+    """Uneven shards, pieces, and prompts that end within them: every rank has the logits and states of one rank."""
+    expected = prefilled(Prefill(model(), mesh, local_exchange(), 100_000))
+    for rank, by_backend in enumerate(run_distributed(states_of, 3)):
+        for backend, found in by_backend.items():
+            for ours, theirs in zip(found, expected, strict=True):
+                assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max(), (rank, backend)
 
 
 def texts_of(rank: int, world_size: int) -> dict[int, tuple[list[Completion], int]]:

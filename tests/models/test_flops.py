@@ -31,13 +31,13 @@ TOKENS = 30
 _LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
-def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int, config: GLAConfig = SMALL) -> int:
+def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: int) -> int:
     """FLOPs of the linear layers and the head in the forward and backward passes of a step of TOKENS tokens."""
     monkeypatch.setattr(step_module, "begin_micro_batch", lambda *arguments, **options: None)
     # The counter does not see products inside custom ops, such as those of projections that share an input.
     for module in (gla, language_model):
         monkeypatch.setattr(module, "project", lambda x, *layers: [F.linear(x, layer.weight) for layer in layers])
-    model = ModelSpec(config).build()
+    model = ModelSpec(SMALL).build()
     model.init_weights(0)
     for layer in model.model.layers:
         layer.recompute = recompute

@@ -203,7 +203,7 @@ def world_mesh(device: str, world_size: int, name: str, timeout: timedelta) -> D
 def _group(members: list[list[int]], timeout: timedelta, name: str, urgent: bool = False) -> dist.ProcessGroup:
     # Create the groups of these ranks, of which every rank of the world is in one; returns this rank's. Collective.
     # Flight recorders show `name`; with `urgent`, NCCL uses high-priority streams, others have none.
-    options = _urgent(timeout) if urgent and "nccl" in dist.get_backend() else None
+    options = _urgent(timeout) if urgent and "nccl" in str(dist.get_backend_config()) else None
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, pg_options=options, group_desc=name)
     assert group is not None
     return group

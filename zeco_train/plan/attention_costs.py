@@ -82,9 +82,9 @@ def plan_exchanges(case: PlannedCase) -> Exchanges:
             costs, passes = method_costs(case, block), block.count * case.passes
             sent += passes * costs.sent
             computing = _layer_seconds(case, block, case.config.data.seq_len)
-            for moved, messages, part, busy in zip(costs[:2], costs.exchanges, costs.hidden, computing, strict=True):
+            for moved, messages, busy in zip(costs[:2], costs.exchanges, computing, strict=True):
                 travelling = moved / link + messages * latency
-                hidden = 0.0 if case.machine.is_cpu else part * min(busy, travelling)
+                hidden = 0.0 if case.machine.is_cpu else costs.hidden * min(busy, travelling)
                 seconds += passes * (travelling - hidden)
     return Exchanges(sent, seconds)
 

@@ -178,7 +178,9 @@ def _execute(tensors: Sequence[Tensor], call: KernelCall, scale: float) -> None:
     is_batch = _count_of_batch(call, tensors[0].shape[0]) is not None
     # The gradients of sequences one behind the other are wrong, or end the process, where operands are not packed.
     is_packed = not is_batch and len(tensors) > 5
-    tensors = [x if x.dim() == 3 else _readable(x, is_batch, is_packed) for x in tensors]
+    # Log-sum-exps of one sequence of a batch may lie anywhere.
+    is_sums = [x.dim() == 3 and x.data_ptr() % _ALIGNMENT == 0 for x in tensors]
+    tensors = [x if sums else _readable(x, is_batch, is_packed) for x, sums in zip(tensors, is_sums, strict=True)]
     layouts = tuple((x.shape, x.stride()) for x in tensors)
     plan = _plan(layouts, tensors[0].device.index, call.query_borders, call.key_borders, call.causal, call.left, scale)
     _run(plan, tensors)

@@ -201,9 +201,8 @@ def _window_costs(load: AttentionLoad, window: int) -> MethodCosts:
     return MethodCosts(forward, load.keys_per_token * load.itemsize * max(back), (1, 2), held, hidden=_hidden(load))
 
 
-def _hidden(load: AttentionLoad) -> tuple[float, float]:
-    hidden = 1 - 1 / num_parts(load.key_heads, 1, load.tokens, load.nodes)
-    return hidden, hidden
+def _hidden(load: AttentionLoad) -> float:
+    return 1 - 1 / num_parts(load.key_heads, 1, load.tokens, load.nodes)
 
 
 ALL_GATHER = MethodSpec(

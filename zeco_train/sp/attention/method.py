@@ -85,7 +85,7 @@ class AttentionLoad(NamedTuple):
     wide: int  # bytes per element of sums and gradients
     nodes: int = 1  # over which the ranks are spread
     replayed: bool = False  # the backward pass has only what the layer itself keeps
-    batch: int = 1  # sequences, on which only messages depend: their number, and what is hidden; bytes are of one
+    batch: int = 1  # sequences, of which only the number of messages depends: bytes are of one
     computed: int | None = None  # bytes per element of gradients as a kernel gives them, before sums; None: `wide`
 
     @property
@@ -107,7 +107,7 @@ class MethodCosts(NamedTuple):
     exchanges: tuple[int, int]  # messages of a forward and of a backward pass, one after another
     held: float  # bytes at the peak of the backward pass beside the tensors that the layer lists itself
     slowest: float = 1.0  # work of the rank with the most, relative to the mean
-    hidden: tuple[float, float] = (0.0, 0.0)  # parts of both passes' messages that travel under compute as long
+    hidden: float = 0.0  # part of the messages that travels while attention is computed, if that takes as long
     kept: float = 0.0  # bytes for the backward pass, beside those of the layer
 
     @property

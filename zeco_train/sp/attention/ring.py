@@ -193,7 +193,7 @@ def _costs(load: AttentionLoad) -> MethodCosts:
     # Blocks: sent, here and arriving. Gradients: computed, sent and arriving; those of this rank's queries.
     held = load.tokens * load.keys_per_token * (3.0 * load.itemsize + 3.0 * load.wide) + load.queries * load.wide
     slowest = 2 - 1 / load.ranks if load.window is None else 1.0
-    return MethodCosts(blocks, max(back[0], blocks + back[1]), (load.ranks, load.ranks + 1), held, slowest, (1.0, 1.0))
+    return MethodCosts(blocks, max(back[0], blocks + back[1]), (load.ranks, load.ranks + 1), held, slowest, 1.0)
 
 
 RING = MethodSpec(

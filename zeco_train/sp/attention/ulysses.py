@@ -57,7 +57,10 @@ class Ulysses(PipelinedAttention):
         spans, whole = self.spans(span, bounds), Span(bounds[0], bounds[-1], span.borders, span.window)
         of_forward = {"queries": q, "outputs": attended.o, "keys": k, "values": v}
         kept = [*of_forward.values()] if q.shape[2] < do.shape[2] else []
-        arriving = self._by_heads({"gradients": do} | ({} if kept else of_forward), spans)[1]
+        sent = {"gradients": do} | ({} if kept else of_forward)
+        arriving = [
+            self._by_heads({what: x[row : row + 1] for what, x in sent.items()}, spans)[1][0] for row in range(len(do))
+        ]
         yield
         returning = [
             [self._by_tokens(x, spans, "gradients") for x in self._gradients(of_row, row, kept, attended, whole, scale)]
@@ -161,8 +164,8 @@ def _costs(load: AttentionLoad) -> MethodCosts:
         2 * queries + repeated * load.itemsize,
         (load.queries + repeated) * (load.computed or load.wide),
     )
-    parts = num_parts(load.key_heads, load.ranks, load.tokens, load.nodes)
-    hidden = 1 - 1 / parts, 1 - 1 / (parts * load.batch)
+    # Not what one sequence hides of another's gradients: two runs on 2 H200s disagree.
+    hidden = 1 - 1 / num_parts(load.key_heads, load.ranks, load.tokens, load.nodes)
     if load.replayed or repeats > 1:
         operands, messages = forward + queries, (4 * load.batch, 8 * load.batch)
         backward = leaving * (operands + gradients)
