@@ -1,7 +1,8 @@
 """Question: are scans of random shapes exact, by messages and in one kernel, and do they notice faults in the kernels?
 Command: python -m lab.campaigns.scan_shapes [--seconds 60] [--ranks 2 3 5] [--seed 0]; --faults
 Date: 2026-11-27, again 2026-11-28 with folds by slices, 2 CPU cores
-Answer: no scan of 11,145, and of 3,183, is wrong, and all 12 faults are caught: lab/results/scan_shapes.txt. 8 ranks by messages only.
+Answer: no scan of 11,145, and of 3,183, is wrong, and all 12 faults are caught: lab/results/scan_shapes.txt. 8 ranks by
+messages only.
 
 States [B, H, K, V] with log-decays or matrices, some of which cut the state off, with and without carries, in both
 directions, against a sum of explicit products in fp64. By messages all scans run over 1 to 8 ranks of one process
