@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from zeco_train.system.command import choose_threads, explained_if_missing, quick_imports
+from zeco_train.system.command import choose_variables, explained_if_missing, quick_imports
 from zeco_train.system.signals import remember_warning
 from zeco_train.system.terminal import show_any_text
 
@@ -11,7 +11,7 @@ from zeco_train.system.terminal import show_any_text
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 remember_warning()
 show_any_text()
-choose_threads()
+choose_variables()
 
 with explained_if_missing(), quick_imports():
     from zeco_train.cli import main

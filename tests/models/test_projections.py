@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import aot_function
 from torch import Tensor
 
 from models.projections import Projection, parallel_linear, project, project_beside, set_matmul
@@ -128,6 +129,21 @@ def test_unread_projection_gives_gradients_of_the_read_one(matmul: Matmul) -> No
     assert unread.isnan().all()  # so that an accidental read shows
     for found, expected in zip(*(torch.autograd.grad(y, [x, layer.weight], dy) for y in (unread, read)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
+
+
+def test_compiler_may_free_the_input_of_an_unread_projection_before_it_makes_its_gradient() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    x, _, _ = make_inputs()
+    layer = Projection(4, 6).double()
+    compiled = aot_function(lambda x, weight: parallel_linear(x, weight, output_needed=False)[0], keep, keep)
+    compiled(x, layer.weight).sum().backward()
+    products = [node.meta["val"].shape for node in graphs[1].graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert products == [(6, 4), (14, 4)]
 
 
 def test_only_projections_follow_the_format() -> None:

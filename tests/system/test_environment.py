@@ -65,7 +65,7 @@ def test_commit_of_surrounding_repository_is_not_recorded(
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process that may use 12 cores, whose user has set nothing."""
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "LOCAL_WORLD_SIZE")
-    for name in (*names, "TORCHELASTIC_RUN_ID"):
+    for name in (*names, "TORCHELASTIC_RUN_ID", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         # Set first, so that what the function sets is gone after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -75,12 +75,13 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def chosen() -> tuple[str | None, str | None]:
-    command.choose_threads()
+    command.choose_variables()
     return os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY")
 
 
 def test_ranks_divide_the_cores_that_they_may_use(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert chosen() == ("12", "passive")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     for ranks, threads in (("5", "2"), ("20", "1"), ("0", "12"), ("x", "12")):
         variables.delenv("OMP_NUM_THREADS")
         variables.setenv("LOCAL_WORLD_SIZE", ranks)
@@ -102,7 +103,9 @@ def test_ranks_divide_the_cores_that_they_may_use(variables: pytest.MonkeyPatch,
 def test_settings_of_the_user_stay(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("OMP_NUM_THREADS", "3")
     variables.setenv("GOMP_SPINCOUNT", "7")
+    variables.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     assert chosen() == ("3", None)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 @pytest.mark.parametrize(("own", "threads"), [({}, "6"), ({"OMP_NUM_THREADS": "1"}, "1")])

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from zeco_train.system.command import choose_threads, explained_if_missing, put_own_packages_first, quick_imports
+from zeco_train.system.command import choose_variables, explained_if_missing, put_own_packages_first, quick_imports
 from zeco_train.system.terminal import is_reader_gone, show_any_text
 
 # A batch system's, before it ends a job: Slurm and Grid Engine send SIGUSR1 or SIGUSR2, limits of CPU time SIGXCPU.
@@ -48,7 +48,7 @@ def run_command(module: str) -> NoReturn:
     """
     show_any_text()
     put_own_packages_first()
-    choose_threads()
+    choose_variables()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # `main` is inside, too: some packages are imported on first use.
