@@ -146,6 +146,17 @@ def _parallel_linear_backward_shapes(
     return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights[: len(weights) - aside])]
 
 
+# dy @ weight, once `first` is there: a compiler leaves gradients of weights, and so keeps what they read, to the end.
+@custom_op("zeco::product_after", mutates_args=())
+def _product_after(dy: Tensor, weight: Tensor, first: Tensor) -> Tensor:
+    return dy @ weight
+
+
+@_product_after.register_fake
+def _product_after_shape(dy: Tensor, weight: Tensor, first: Tensor) -> Tensor:
+    return dy.new_empty((*dy.shape[:-1], weight.shape[1]))
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, ctx.in_fp8, rounded, _, ctx.aside = inputs
     ctx.rounded = len(rounded)
@@ -155,9 +166,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     if len(weights) == 1 and not (ctx.aside or any(ctx.in_fp8)):
-        # Two products, not one op of both: a compiler frees x before it makes dx, which is as large.
+        # Two ops: x, of a recomputed block's last layer, is freed before dx is made, which is as large.
         dweight = weight_grad(dys[0], x)
-        return dys[0] @ weights[0], [dweight], None, [], None, None
+        return _product_after(dys[0], weights[0], dweight), [dweight], None, [], None, None
     dx, *dweights = _parallel_linear_backward(dys, x, weights, ctx.in_fp8, ctx.aside)
     return dx, dweights + [None] * ctx.aside, None, [None] * ctx.rounded, None, None
 

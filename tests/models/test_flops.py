@@ -51,16 +51,16 @@ def count_step(monkeypatch: pytest.MonkeyPatch, recompute: Recompute, segments: 
         Batch(ids[:, i : i + length], ids[:, i + 1 : i + length + 1], SequencePosition((i, i + length)), [0])
         for i in range(0, TOKENS, length)
     ]
-    unread = torch.ops.zeco.parallel_linear_backward
+    unread = torch.ops.zeco.product_after
     with FlopCounterMode(display=False, custom_mapping={unread: of_unread_output}) as counter:
         assert step.backward(batches, last=True)
     counts = counter.get_flop_counts()["Global"]
     return sum(counts.get(op, 0) for op in (*_LINEAR, unread))
 
 
-def of_unread_output(dys: Any, x: Any, weights: Any, in_fp8: Any, aside: bool, **options: Any) -> int:
-    """Two products for each layer whose output no backward pass reads: the last of an MLP that is recomputed."""
-    return sum(4 * math.prod(dy) * x[-1] for dy in dys)
+def of_unread_output(dy: Any, weight: Any, first: Any, **options: Any) -> int:
+    """The gradient of the input of a layer whose output no backward pass reads: the last of a recomputed MLP."""
+    return 2 * math.prod(dy) * weight[1]
 
 
 def flops_of(config: GLAConfig, recompute: Recompute, segments: int) -> TokenFLOPs:
