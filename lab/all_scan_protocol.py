@@ -35,6 +35,7 @@ class Call:
     """A scan as all ranks launch it. Tiles are `tile` cells each; `chain` calls them blocks.
 
     With matrices, each head has `group` tiles of rows, all of which a fold of `chain` reads; 1: with log-decays.
+    `cuts`: ranks whose transition is 0, as a halo's: in `chain` they send at once, unless a carry is wanted.
     """
 
     algorithm: str
@@ -43,6 +44,7 @@ class Call:
     ctas: int
     carry: bool
     group: int = 1
+    cuts: frozenset[int] = frozenset()
 
     def together(self, tile: int) -> range:
         """The tiles of this one's head."""
@@ -247,15 +249,16 @@ class Model:
             self.advance(own, epoch, call)
         end = self.ranks - 1
         one = Call("chain", 1, 1, 1, call.carry)
+        cuts = rank in call.cuts and (not call.carry or "cut though a carry is wanted" in self.mutations)
         for block in range(cta, call.tiles, call.ctas):
             # A fold by a matrix reads all rows.
             together = call.together(block)
-            if rank > 0:
+            if rank > 0 and not cuts:
                 for other in [block] if "wait for the own tile only" in self.mutations else together:
                     failed = yield from self.wait(own, failed, self.reached(own, ("block", other), epoch))
             if rank < end and "no credit" not in self.mutations:
                 failed = yield from self.wait(own, failed, lambda: own.flags["credit"] >= epoch - 2)
-            if rank > 0 and not failed:
+            if rank > 0 and not cuts and not failed:
                 for other in together:
                     for cell in range(other * call.tile, (other + 1) * call.tile):
                         yield from self.load(own, self.start_of(epoch, call) + cell, one, "inbox", (epoch, cell))
@@ -277,12 +280,13 @@ class Model:
                     yield None
         if rank == 0 and not call.carry:
             self.advance(own, epoch, call)
-        if call.carry and rank < end:
+        late = [("block", "inbox")] * (cuts and rank > 0) + [("carry", "carries")] * (call.carry and rank < end)
+        for flag, part in late:
             for block in self.turns(own, epoch, call.tiles):
-                failed = yield from self.wait(own, failed, self.reached(own, ("carry", block), epoch))
+                failed = yield from self.wait(own, failed, self.reached(own, (flag, block), epoch))
                 for number in () if failed else range(block * call.tile, (block + 1) * call.tile):
                     cell = self.start_of(epoch, call) + number
-                    yield from self.load(own, cell, one, "carries", (epoch, number))
+                    yield from self.load(own, cell, one, part, (epoch, number))
 
 
 # By algorithm, the rules without which it is wrong: each alone, but the last two with one buffer in place of two.
@@ -295,6 +299,7 @@ RULES = {
         ("the first CTA advances the epoch",),
         ("wait for the own tile only",),
         ("wait before all have started",),
+        ("cut though a carry is wanted",),
     ),
     "two_shot": (
         ("wait for needed inputs only",),
@@ -321,6 +326,7 @@ def run(seed: int, algorithms: Sequence[str], *mutations: str, scans: int = 6, i
             ctas=numbers.choice((1, 2, 3)),
             carry=numbers.random() < 0.3,
             group=numbers.choice((1, 1, 2, 3)),
+            cuts=frozenset(rank for rank in range(ranks) if numbers.random() < numbers.choice((0, 0, 0.8, 1))),
         )
         for _ in range(scans)
     ]

@@ -31,9 +31,8 @@ import torch.distributed as dist
 from lab.campaigns.grid import catalogue
 from lab.campaigns.judges import Copy
 from lab.virtual_ranks import COSTS, run_virtual
-from tests.collectives.test_all_scan import ALGORITHMS, Lane, start_interpreter
+from tests.collectives.test_all_scan import ALGORITHMS, Lane, halos
 from tests.collectives.test_collectives import Pairs, check
-from tests.collectives.test_lane import requests_of
 from tests.support.distributed import run_distributed
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.collectives.topology import Topology
@@ -55,7 +54,7 @@ def by_messages(seed: int, seconds: float) -> int:
             rng.randrange(1 << 20), ranks, shape, torch.float64, with_carry, rng.random() < 0.5, matrices
         )
         # The carry of a serial scan would need all ranks at once.
-        requests = requests_of(pairs, reverse, rng.random() < 0.5 and not SCANS[name].in_series)
+        requests = pairs.requests(reverse, rng.random() < 0.5 and not SCANS[name].in_series)
         blocks = rng.randint(1, 9) if SCANS[name].best_blocks else None
         found = run_virtual(SCANS[name], requests, topology, COSTS, blocks)
         case = f"{name} {topology} {shape} {reverse=} {matrices=} {with_carry=} {blocks=}"
@@ -68,8 +67,8 @@ def by_messages(seed: int, seconds: float) -> int:
 
 
 def by_kernels(rank: int, world_size: int, seed: int, seconds: float) -> int:
-    """The same in one kernel, on this rank: up to three scans under way, with random delays."""
-    start_interpreter()
+    """The same in one kernel, on this rank: some halos, then up to three scans under way, with random delays."""
+    halos(rank, world_size, 3)
     from zeco_train.collectives import arena, one_kernel
 
     one_kernel._MATRIX_ROWS = one_kernel.SLICE = 16

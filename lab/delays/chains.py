@@ -34,6 +34,7 @@ class TwoGpuChain:
         allocate: allocator of symmetric memory.
         kernel: of All-Scan; all CTAs of `two_shot` must run at once, since every rank waits for every other.
         tuning: launch parameters; None: as a scan's.
+        cuts: the transition is 0, as a halo's, and every rank sends at once.
 
     Raises:
         RuntimeError: no peer access, or out of memory. On all ranks.
@@ -48,11 +49,13 @@ class TwoGpuChain:
         allocate: Allocate = allocate_symmetric,
         kernel: Kernel = CHAIN_KERNEL,
         tuning: KernelTuning | None = None,
+        *,
+        cuts: bool = False,
     ) -> None:
         mesh, device = session.mesh, state.device
         group, self._timeout, self._ranks = mesh.scan_groups[0], mesh.timeout, ranks
         self._state, self._transition = state, transition
-        own, request = dist.get_rank(group), ScanRequest(state, transition)
+        own, request = dist.get_rank(group), ScanRequest(state, transition, cuts=cuts)
         cut = kernel.cut(request, ranks, tuning or kernel.tuning(request), None)
         size = ArenaLayout.of(cut.needed, ranks).size
         memory, parts = allocate(size * (ranks // 2), group, device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import random
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,15 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.collectives.test_collectives import Pairs, check
+from tests.collectives.test_collectives import TIMEOUT, Pairs, check
 from tests.support import interpreter
 from tests.support.all_scan_emulation import allocate_shared
 from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.collectives import PendingScan, ScanWorker
+from zeco_train.collectives.halo import HALO
 from zeco_train.collectives.one_kernel import KernelTuning
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import ScanRequest
+from zeco_train.ops.seam import ScanRequest, fold
 
 pytestmark = pytest.mark.numeric
 
@@ -41,15 +44,16 @@ class Lane:
         from zeco_train.collectives.symmetric import SymmetricScans
 
         self.reverse, self.worker = reverse, ScanWorker(dist.new_group(), timeout)
-        tuning = dict.fromkeys(ALGORITHMS, KernelTuning(2, 4, 32))
+        tuning = dict.fromkeys((*ALGORITHMS, HALO.name), KernelTuning(2, 4, 32))
         self.scans = SymmetricScans(self.worker, allocate_shared, tuning)
 
     def launch(self, variant: str, state: torch.Tensor, log_decay: torch.Tensor, **options: object) -> PendingScan:
         request = ScanRequest(state, log_decay, self.reverse, **options)  # type: ignore[arg-type]
-        scan = SCANS[variant]
+        scan = SCANS.get(variant, HALO)
         return self.scans.launch(request, scan, blocks=3 if scan.best_blocks else None)
 
 
+@functools.cache
 def start_interpreter() -> None:
     """Must precede any import of Triton, which decides at decoration whether a function is interpreted."""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -72,12 +76,8 @@ def start_interpreter() -> None:
     InterpreterBuilder.create_masked_load = give_way
 
 
-def suite(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
-    start_interpreter()
-    compare(rank, world_size, shapes)
-
-
 def compare(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
+    start_interpreter()
     if world_size > 2:
         interpreter.skip_overflow_checks()
     for reverse in (False, True):
@@ -103,8 +103,43 @@ def compare(rank: int, world_size: int, shapes: tuple[tuple[int, int, int, int],
 @pytest.mark.processes
 def test_one_kernel_scans_in_triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    run_distributed(suite, 2, SHAPES[-1:])
-    run_distributed(suite, 2, ((1, 1, 72, 8),))  # slices and tiles of a matrix
+    run_distributed(compare, 2, SHAPES[-1:])
+    run_distributed(compare, 2, ((1, 1, 72, 8),))  # slices and tiles of a matrix
+
+
+def halos(rank: int, world_size: int, count: int) -> None:
+    """A state goes one rank on, at once; with fewer tokens than rows in a rank, or a carry that is wanted, farther."""
+    start_interpreter()
+    interpreter.skip_overflow_checks()
+    store = dist.distributed_c10d._get_default_store()
+    lanes = [Lane(way, timedelta(seconds=10)) for way in (False, True)]
+    for lane, number in itertools.product(lanes, range(count)):
+        ranks, arrived = range(world_size)[:: -1 if lane.reverse else 1], f"{lane.reverse} arrived"
+        kind = {"generator": torch.Generator().manual_seed(number), "dtype": (torch.float32, torch.float64)[number % 2]}
+        states = torch.randn(world_size, 2, 1, 3, 37, **kind)
+        transitions, short = states.new_zeros(world_size, 2, 1, 3, 3), number % 4 if number % 3 == 2 else world_size
+        # A row of the second sequence passes, and is all there is.
+        transitions[short : short + 1, 1, 0, 0, 2], states[short : short + 1, 1, 0, 0] = 1, 0
+        if number == 1 and rank == ranks[0]:  # begins once the last rank is done, to which nothing of it comes
+            store.wait([arrived], TIMEOUT)
+        time.sleep(0.1 * random.Random(rank + 7 * number).random())
+        options = {"want_carry": number % 5 == 4, "cuts": rank != short}
+        scan = lane.launch(HALO.name, states[rank], transitions[rank], **options)
+        incoming, found = torch.zeros_like(states[0]), scan.wait()
+        for other in ranks:
+            assert other != rank or torch.equal(found, incoming), f"halo {number} of rank {rank}, {lane.reverse=}"
+            incoming = fold(states[other], transitions[other], incoming)
+        if number == 1 and rank == ranks[-1]:
+            store.set(arrived, "")
+        assert scan.carry is None or torch.equal(scan.carry_out(), incoming), f"carry {number} on rank {rank}"
+    for lane in lanes:
+        lane.worker.drain()
+
+
+@pytest.mark.processes
+def test_halos_in_one_kernel_go_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run_distributed(halos, 3, 6)
 
 
 @pytest.mark.processes

@@ -57,11 +57,6 @@ class Lane:
         return SCANS[name].launch(request, self.worker, **({"blocks": int(blocks)} if blocks else {}))
 
 
-def new_lanes(world_size: int) -> tuple[Lane, Lane]:
-    ranks = list(range(world_size))
-    return Lane(dist.new_group(ranks)), Lane(dist.new_group(ranks), reverse=True)
-
-
 @dataclass
 class Pairs:
     """Inputs of all ranks of a group, by rank; every rank can generate all of them."""
@@ -115,18 +110,17 @@ class Pairs:
                 result += weight @ term.double()
         return result
 
+    def requests(self, reverse: bool, want_carry: bool, device: str = "cpu") -> list[ScanRequest]:
+        """Of all ranks, of which only the first in scan order may read the carry."""
+        carries = [None if self.carry_in is None else self.carry_in.to(device) * torch.nan for _ in self.states]
+        carries[-1 if reverse else 0] = None if self.carry_in is None else self.carry_in.to(device)
+        fields = zip(self.states.to(device), self.transitions.to(device), carries, strict=True)
+        return [ScanRequest(state, transition, reverse, carry, want_carry) for state, transition, carry in fields]
+
     def launch(self, lane: Lane, variant: str, rank: int, device: str, want_carry: bool = False) -> LaunchedScan:
-        first = len(self.states) - 1 if lane.reverse else 0
-        carry_in = self.carry_in
-        if carry_in is not None and rank != first:
-            carry_in = torch.full_like(carry_in, torch.nan)  # only the first rank may read it
-        return lane.launch(
-            variant,
-            self.states[rank].to(device),
-            self.transitions[rank].to(device),
-            carry_in=None if carry_in is None else carry_in.to(device),
-            want_carry=want_carry,
-        )
+        request = self.requests(lane.reverse, want_carry, device)[rank]
+        given = {"carry_in": request.carry_in, "want_carry": want_carry}
+        return lane.launch(variant, request.state, request.transition, **given)
 
 
 def check(name: str, actual: Tensor, expected: Tensor, case: object) -> None:
@@ -153,7 +147,7 @@ def cases() -> Iterator[tuple[str, tuple[int, ...], torch.dtype, bool, bool, boo
 
 def reference_suite(rank: int, world_size: int, device_type: str, quick: bool = False) -> None:
     device = f"{device_type}:{rank}" if device_type == "cuda" else device_type
-    lanes = new_lanes(world_size)
+    lanes = Lane(dist.new_group()), Lane(dist.new_group(), reverse=True)
     for seed, (variant, shape, dtype, matrices, with_carry, restarts, want_carry) in enumerate(cases()):
         # One of the eight combinations of the last three for each of the others, and each of them with every variant.
         if quick and (seed % 8 != seed // 8 % 8 or shape == SHAPES[-1]):
@@ -167,9 +161,8 @@ def reference_suite(rank: int, world_size: int, device_type: str, quick: bool = 
             scan = pairs.launch(lane, variant, rank, device, want_carry)
             results = finish(pairs, scan, lane, rank, want_carry, case)
             if seed % 7 == 0:
-                again = finish(
-                    pairs, pairs.launch(lane, variant, rank, device, want_carry), lane, rank, want_carry, case
-                )
+                scan = pairs.launch(lane, variant, rank, device, want_carry)
+                again = finish(pairs, scan, lane, rank, want_carry, case)
                 assert all(map(torch.equal, results, again)), f"two runs differ in {case}"
     for variant in FAMILIES:
         scans_in_flight(rank, world_size, lanes, variant, device)

@@ -14,23 +14,12 @@ from tests.collectives.test_collectives import Pairs, check
 from tests.support.distributed import on_ranks
 from zeco_train.collectives.topology import Topology
 from zeco_train.errors import ConfigError
-from zeco_train.ops.seam import ScanRequest
 from zeco_train.sp.all_scan_config import AllScanAlgorithm, AllScanConfig, AllScanTransport
 
 pytestmark = pytest.mark.numeric
 
 # Columns that divide by 2 and 3, that divide by nothing but 5, and fewer than 4 of them.
 SHAPES = ((1, 2, 5, 3), (2, 1, 4, 5), (1, 3, 3, 1))
-
-
-def requests_of(pairs: Pairs, reverse: bool, want_carry: bool) -> list[ScanRequest]:
-    first = len(pairs.states) - 1 if reverse else 0
-    requests = []
-    for rank, (state, transition) in enumerate(zip(pairs.states, pairs.transitions, strict=True)):
-        # Only the first rank may read the carry.
-        carry = None if pairs.carry_in is None else pairs.carry_in if rank == first else pairs.carry_in * torch.nan
-        requests.append(ScanRequest(state, transition, reverse, carry, want_carry))
-    return requests
 
 
 @pytest.mark.processes
@@ -48,22 +37,19 @@ def test_given_nodes_reach_the_scan(rank: int, world_size: int) -> None:
         config.validate()
         groups = dist.new_group(), dist.new_group()
         scan = connect(config, groups, timedelta(seconds=60), torch.device("cpu"))
-        for seed, (shape, *flags) in enumerate(itertools.product(SHAPES, *[(False, True)] * 2)):
-            reverse, matrices = flags
+        for seed, (shape, reverse, matrices) in enumerate(itertools.product(SHAPES, *[(False, True)] * 2)):
             pairs = Pairs.make(seed, world_size, shape, torch.float64, seed % 3 == 0, seed % 4 < 2, matrices)
             want_carry, case = seed % 2 == 0, f"{algorithm}, {seed}"
-            launched = scan.states.launch(requests_of(pairs, reverse, want_carry)[rank])
+            launched = scan.states.launch(pairs.requests(reverse, want_carry)[rank])
             check("incoming state", launched.wait(), pairs.incoming(rank, reverse), case)
             if want_carry:
                 check("carry_out", launched.carry_out(), pairs.incoming(world_size, reverse), case)
         scan.drain()
     with pytest.raises(ConfigError, match=r"^sp.all_scan.ranks_per_node=3: must divide the 4 ranks .*: 1, 2, 4$"):
         connect(SPConfig(all_scan=AllScanConfig(ranks_per_node=3)), groups, timedelta(seconds=60))
-    uneven = Topology((3, 1), ("a", "b"))
+    lane, uneven = SPConfig(all_scan=AllScanConfig(AllScanAlgorithm["lane"])), Topology((3, 1), ("a", "b"))
     with pytest.raises(ConfigError, match=r"^sp.all_scan.algorithm=lane: needs as many .* 2 nodes of 3 and 1 ranks"):
-        connect(
-            SPConfig(all_scan=AllScanConfig(AllScanAlgorithm["lane"])), groups, timedelta(seconds=60), topology=uneven
-        )
+        connect(lane, groups, timedelta(seconds=60), topology=uneven)
 
 
 def test_topology_by_hosts() -> None:
@@ -92,11 +78,7 @@ def test_settings_of_scans() -> None:
         config = AllScanConfig(AllScanAlgorithm[name])
         config.validate()
         assert [scan.name for scan in config.scans] == [name]
-        for change, field in (
-            ({"transport": AllScanTransport.symmetric}, "transport"),
-            ({"blocks": "2"}, "blocks"),
-            ({"ranks_per_node": 0}, "ranks_per_node"),
-        ):
+        for field, value in {"transport": AllScanTransport.symmetric, "blocks": "2", "ranks_per_node": 0}.items():
             with pytest.raises(ConfigError) as caught:
-                dataclasses.replace(config, **change).validate()
+                dataclasses.replace(config, **{field: value}).validate()
             assert caught.value.field == f"sp.all_scan.{field}"

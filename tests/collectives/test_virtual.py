@@ -13,7 +13,6 @@ import torch
 
 from lab.virtual_ranks import COSTS, Network, compare, run_checked, run_virtual
 from tests.collectives.test_collectives import Pairs, check
-from tests.collectives.test_lane import requests_of
 from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.doubling import Rounds, count_rounds
 from zeco_train.collectives.scan_registry import SCANS
@@ -40,7 +39,7 @@ def test_every_scan_takes_states_of_any_shape(name: str, nodes: tuple[int, ...])
         reverse, with_carry, matrices = seed % 2 == 0, seed % 3 == 0, seed % 5 == 0
         pairs = Pairs.make(seed, topology.ranks, (1, h, 3, v), torch.float64, with_carry, seed % 4 == 0, matrices)
         # The carry of a serial scan would need all ranks at once.
-        requests = requests_of(pairs, reverse, with_carry and not SCANS[name].in_series)
+        requests = pairs.requests(reverse, with_carry and not SCANS[name].in_series)
         found = run_virtual(SCANS[name], requests, topology, COSTS, number)
         case = f"{name} {nodes} {h=} {v=} {number=} {reverse=} {with_carry=} {matrices=}"
         for rank, incoming in enumerate(found.incoming):

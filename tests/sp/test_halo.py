@@ -49,16 +49,14 @@ def test_segments_carry_inputs_and_their_gradients(rank: int, world_size: int, s
     scan = RecordedExchange(exchange.replaced(states=exchange.halo))
     values = make("short_conv", count * share * world_size, "mild", B=2)
     wanted = expected_of_rows("short_conv", values, ((), ()), carry_in=True, carry_out=True)
-    parts = [
-        slice(start, start + share) for start in range(rank * share, count * share * world_size, world_size * share)
-    ]
+    starts = range(rank * share, count * share * world_size, world_size * share)
+    parts = [slice(start, start + share) for start in starts]
     carry, received = values["carry_in"], []
     with torch.no_grad():
         for part in parts:
             operands = [values["x"][:, part], values["weight"], values["bias"]]
-            y, after = mix(
-                "short_conv", operands, position_of(scan, part.start, part.stop), carry_in=carry, want_carry=True
-            )
+            shard = position_of(scan, part.start, part.stop)
+            y, after = mix("short_conv", operands, shard, carry_in=carry, want_carry=True)
             assert after is not None
             carry = after
             received.append(scan.received["R"])
@@ -100,24 +98,19 @@ def test_backend_takes_a_halo_beside_it(rank: int, world_size: int) -> None:
 
 def messages(rank: int, world_size: int) -> list[tuple[int, int]]:
     """Bytes and number of the messages of a scan in which each state goes one rank on, or a row passes rank 1."""
-    group, send, found = dist.new_group(), dist.isend, []
+    group, found = dist.new_group(), []
     for short in (False, True):
-        halo, sent = SpecScan((ScanWorker(group, TIMEOUT),), HALO), []
+        halo = SpecScan((ScanWorker(group, TIMEOUT),), HALO)
         state, transition = torch.full((2, 1, 3, 5), rank + 1.0), torch.zeros(2, 1, 3, 3)
         passes = short and rank == 1
         transition[..., 0, 2] = float(passes)
-
-        def noted(tensor: Tensor, sent: list[int] = sent, **to: object) -> object:
-            sent.append(tensor.nbytes)
-            return send(tensor, **to)
-
-        with mock.patch.object(dist, "isend", noted):
+        with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
             pending = halo.launch(ScanRequest(state, transition, want_carry=True, cuts=not passes))
             wanted = [rank + float(short and rank == 2), rank, rank]
             assert pending.wait()[0, 0, :, 0].tolist() == wanted
             assert bool((pending.carry_out() == world_size).all())
             halo.drain()
-        found.append((sum(sent), len(sent)))
+        found.append((sum(call.args[0].nbytes for call in isend.call_args_list), isend.call_count))
     return found
 
 

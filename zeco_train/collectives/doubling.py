@@ -139,17 +139,12 @@ class _Doubling(ScanJob):
         self._tags = tags
 
     def post(self) -> None:
-        if self.wire.is_first:
-            self.scan.incoming.set_result(self.request.first_incoming())
+        self._own = self.own_state(), self.request.transition
         self._rounds = Rounds(self.wire, 1, _format(self.request))
         self._rounds.post(self._tags)
 
     def run(self) -> None:
-        request, wire, scan = self.request, self.wire, self.scan
-        own = request.state, request.transition
-        if wire.is_first and request.carry_in is not None:
-            own = fold(*own, request.carry_in), request.transition
-        sends = self._rounds.run(own, scan.incoming.set_result)
+        sends = self._rounds.run(self._own, self.scan.incoming.set_result)
         # The rest is for this rank's successors: its own `wait` is already satisfied.
         for send in sends:
             send.wait()

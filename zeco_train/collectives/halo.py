@@ -8,7 +8,8 @@ fewer tokens than the state has rows passes on some rows of the rank before. Eac
 `ScanRequest.cuts`: the messages are the same either way, so ranks need not know each other's tokens.
 
 On the wire: each rank but the last sends one state of S bytes, in one message. One round, α + βS however many ranks
-there are, and one more for each such rank in a row; `carry_out` adds a broadcast of S from the last rank.
+there are, and one more for each such rank in a row; `carry_out` adds a broadcast of S from the last rank. The kernel is
+that of `chain`, in which a rank decides likewise; if a carry is wanted, a state passes all ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from zeco_train.collectives.cost_model import Costs, Load
+from zeco_train.collectives.one_kernel import CHAIN_KERNEL
 from zeco_train.collectives.wire import Transfer
 from zeco_train.collectives.worker import ScanJob, ScanSpec
 from zeco_train.ops.seam import ScanRequest, fold
@@ -63,15 +65,15 @@ class _Halo(ScanJob):
 
 def _seconds(costs: Costs, load: Load, blocks: int | None) -> float:
     hop = costs.farthest(load.nodes)
-    return hop.message + hop.byte * load.state_bytes
+    return hop.start + hop.message + hop.byte * load.state_bytes
 
 
 HALO = ScanSpec(
     name="halo",
     description="every rank sends its state to the next one, which needs no other",
     launch=lambda request, worker: worker.launch(_Halo(request, worker.take_tags(1)[0])),
-    # The last rank forwards no state but broadcasts the carry, so it sends as much as the others.
     bytes_sent=lambda load, want_carry: float(load.state_bytes),
     seconds=_seconds,
+    kernel=CHAIN_KERNEL,
     measured=False,
 )

@@ -151,7 +151,8 @@ def _chain_cut(request: ScanRequest, ranks: int, tuning: KernelTuning, blocks: i
         places=("credit", "carry_flags", "inbox", "inbox_stride", "carry_box"),
         constants=(
             *(value_dim, columns, held, matrices * key_dim, min(keys, SLICE)),
-            *(is_transposed(request.transition), pieces, groups),
+            # All ranks have a carry_out, or none: its last rank waits for all others.
+            *(is_transposed(request.transition), pieces, groups, request.cuts and not request.want_carry),
         ),
     )
 

@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 def request_problem(request: ScanRequest) -> str | None:
     """Why the kernels, whose tiles span all of K, or of V, support no scan of this size; None if they do."""
     batch, heads, key_dim, value_dim = request.state.shape
-    if key_dim > 2048 or value_dim > 4096:
-        return f"K={key_dim}, V={value_dim}"
     if is_matrix(request.transition):
         value_dim = max(key_dim, value_dim)
+    elif key_dim > 2048 or value_dim > 4096:
+        return f"K={key_dim}, V={value_dim}"
     # The kernels' offsets are 32-bit (`kernels/all_scan/__init__.py`).
     elements = batch * heads * power_of_2(key_dim) * power_of_2(value_dim)
     return f"{elements} elements" if elements >= 1 << 30 else None
@@ -192,7 +192,7 @@ class SymmetricScans:
         # For scans like this one, cached. Collective if memory must be allocated.
         has_carry = wire.is_first and request.carry_in is not None
         state, want_carry = request.state, request.want_carry
-        kind = request.transition.ndim, is_transposed(request.transition)
+        kind = request.transition.ndim, is_transposed(request.transition), request.cuts
         key = (kernel.name, wire.reverse, state.shape, state.dtype, kind, blocks, has_carry, want_carry)
         launch = self._launches.get(key)
         if launch is None:

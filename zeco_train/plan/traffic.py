@@ -118,14 +118,13 @@ def plan_halos(case: PlannedCase) -> Halos:
     """One message per layer, pass and direction, to the next rank; none where no rank shares a sequence."""
     messages, sent, seconds = 0, 0.0, 0.0
     if case.backend.scans and case.sp_size > 1:
-        link = case.link
         for block in case.spec.blocks.values():
             for shape in block.halo_shapes:
-                load = _load(case, shape)
+                load = _load(case, shape, matrices=True)
                 count = 2 * block.count * case.passes
                 messages += count
                 sent += count * HALO.bytes_sent(load, False)
-                seconds += count * HALO.seconds(case.machine.scans[link], load, None)
+                seconds += count * HALO.seconds(costs_of(case, (HALO,), load), load, None)
     return Halos(messages, sent, seconds)
 
 

@@ -40,7 +40,7 @@ class AllScanConfig:
 
     Attributes:
         algorithm: algorithm of the scan; `auto` is the fastest by the cost model.
-        transport: link of the scan. `symmetric` is one kernel over memory that all ranks map, within an NVLink domain;
+        transport: also of halos. `symmetric` is one kernel over memory that all ranks map, within an NVLink domain;
             `p2p` is `torch.distributed`. `auto` is `symmetric` if the ranks support it, else `p2p`.
         blocks: number of pieces in which a state flows through `chain`; an integer, which needs algorithm=chain (under
             `auto` the cost model picks both), or `auto`, which over `p2p` is the best number by the cost model and in

@@ -3,7 +3,7 @@
 Every backend's own scan could carry a halo, the last inputs of the shard before (`Operator.state_is_halo`), as well,
 with its transitions, and in rounds that it does not need. So a model with such states has one more scan, over groups of
 its own: on CPUs a worker runs one scan after another, and a halo would wait until the state before it has passed all
-ranks.
+ranks. With every backend it takes the transport of ZeCO's scans.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from zeco_train.ops import accumulation_dtype
 from zeco_train.ops.seam import AttentionMethod, Exchange
 from zeco_train.sp.attention.method import AttentionLoad, LocalAttention
 from zeco_train.sp.attention.method_registry import build_attention, check_heads, choose_method
-from zeco_train.sp.backend import LocalScan, SpecScan
+from zeco_train.sp.backend import LocalScan
 from zeco_train.sp.backend_registry import SPConfig
+from zeco_train.sp.zeco import AllScan
 
 # Imported where it is used: `zeco_train.functional` connects ranks in programs that have a `models` of their own.
 if TYPE_CHECKING:
@@ -138,8 +139,9 @@ def connect(
     """
     rank, size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
     topology = config.topology(topology or Topology.one_node(size))
-    states = config.spec.build(tuple(ScanWorker(group, timeout, topology) for group in groups), config.settings)
-    neighbours = states if halo is None else SpecScan(tuple(ScanWorker(group, timeout) for group in halo), HALO)
+    workers = [tuple(ScanWorker(group, timeout, topology) for group in pair) for pair in (groups, halo) if pair]
+    states = config.spec.build(workers[0], config.settings)
+    neighbours = states if halo is None else AllScan(workers[1], config.all_scan, (HALO,))
     if device is not None:
         for scan in dict.fromkeys((states, neighbours)):
             scan.prepare(device)

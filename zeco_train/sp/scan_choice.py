@@ -13,8 +13,9 @@ Decided in this order, from what all ranks know alike, so all decide alike:
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,18 +77,18 @@ def ever_fastest(scans: Sequence[ScanSpec], costs: Costs, ranks: int) -> list[Sc
 class ScanChooser:
     """Chooses link and algorithm for the scans of one group of ranks, and logs what it chose.
 
-    Raises ConfigError if the configured algorithm cannot run over the nodes.
+    `scans`: the candidates, if not those of the settings. Raises ConfigError if the configured algorithm cannot run
+    over the nodes.
     """
 
-    def __init__(self, worker: ScanWorker, settings: AllScanConfig) -> None:
+    def __init__(self, worker: ScanWorker, settings: AllScanConfig, scans: Sequence[ScanSpec] = ()) -> None:
         self._worker, self._topology = worker, worker.topology
-        if self._topology.nodes > 1 and _is_main():
+        if self._topology.nodes > 1:
             given = "" if settings.ranks_per_node is None else " (sp.all_scan.ranks_per_node)"
-            logger.info("ranks of a sequence: %s%s", self._topology, given)
-        self.scans = settings.scans_over(self._topology)
+            _log_once(logger.info, f"ranks of a sequence: {self._topology}{given}")
+        self.scans = scans or settings.scans_over(self._topology)
         self._transport, self._blocks = settings.transport, settings.num_blocks
         self._link: Link | None = None
-        self._fell_back: set[str] = set()
 
     def choose_scan(self, request: ScanRequest, load: Load, scans: Sequence[ScanSpec]) -> ScanChoice:
         """The fastest of `scans` for requests of this size. Collective on CUDA, the first time.
@@ -103,7 +104,7 @@ class ScanChooser:
             # The ranks could use symmetric memory, so they are on one machine.
             link = Link.nccl
         choice = fastest_scan(scans, MEASURED[link], load, self._blocks)
-        if _is_main():
+        if dist.get_rank() == 0:
             logger.info("all-scan of %.3g MB over %d ranks: %s", load.state_bytes / 1e6, load.ranks, choice)
         return choice
 
@@ -142,11 +143,12 @@ class ScanChooser:
     def _fall_back(self, problem: str) -> None:
         if self._transport is AllScanTransport.symmetric:
             raise ConfigError("sp.all_scan.transport", self._transport.value, f"{problem}; or take auto or p2p")
-        if problem not in self._fell_back and _is_main():
-            line = "sp.all_scan.transport=auto takes p2p, which is slower: symmetric memory %s"
-            logger.warning(line, problem)
-        self._fell_back.add(problem)
+        line = "sp.all_scan.transport=auto takes p2p, which is slower: symmetric memory"
+        _log_once(logger.warning, f"{line} {problem}")
 
 
-def _is_main() -> bool:
-    return dist.get_rank() == 0
+# In a process: the scans of states and of halos find the same.
+@functools.cache
+def _log_once(log: Callable[[str], None], line: str) -> None:
+    if dist.get_rank() == 0:
+        log(line)

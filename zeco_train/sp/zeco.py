@@ -29,11 +29,13 @@ from zeco_train.sp.scan_choice import ScanChooser
 
 
 class AllScan(ScanBackend):
-    """ZeCO's scan over the ranks of a sequence. ConfigError: the algorithm cannot run over their nodes."""
+    """ZeCO's scan over the ranks of a sequence, or one of `scans`. ConfigError: it cannot run over their nodes."""
 
-    def __init__(self, workers: tuple[ScanWorker, ...], settings: AllScanConfig) -> None:
+    def __init__(
+        self, workers: tuple[ScanWorker, ...], settings: AllScanConfig, scans: Sequence[ScanSpec] = ()
+    ) -> None:
         super().__init__(workers)
-        self._chooser = ScanChooser(workers[0], settings)
+        self._chooser = ScanChooser(workers[0], settings, scans)
         self._symmetric: dict[ScanWorker, SymmetricScans] = {}
 
     def launcher_for(self, request: ScanRequest) -> Launcher:

@@ -94,6 +94,7 @@ def chain_kernel(
     TRANSPOSED: tl.constexpr,
     PIECES: tl.constexpr,  # blocks along V; 1 for log-decays
     GROUPS: tl.constexpr,  # runs that share them
+    CUTS: tl.constexpr,  # the transition is 0, and no carry is wanted
     HAS_CARRY: tl.constexpr,
     WANT_CARRY: tl.constexpr,
     LANES: tl.constexpr,
@@ -103,7 +104,8 @@ def chain_kernel(
 
     Rank p writes scan e into one of two buffers of rank p + 1, which must have read scan e − 2 from it by then: when
     rank p + 1 starts scan e − 1, it gives rank p credit for e − 2. `carry_out` needs no credit: the last rank has it
-    only after every rank's part of this scan, and so after the end of every rank's previous scan.
+    only after every rank's part of this scan, and so after the end of every rank's previous scan. With CUTS, in which
+    ranks may differ, a rank sends its state before it waits for the rank before.
 
     A fold by a matrix reads all rows of a head, and so waits for the blocks of all its tiles, of the same columns. A
     run's matrix rows are loaded once, before its first wait; `output` is written once the fold is sent.
@@ -122,7 +124,8 @@ def chain_kernel(
         advance(control, epoch)
 
     TILES: tl.constexpr = (MATRIX + SUB - 1) // SUB if MATRIX else 1
-    FOLDS: tl.constexpr = (POSITION > 0 or HAS_CARRY) and (POSITION < P - 1 or WANT_CARRY)
+    LATE: tl.constexpr = CUTS and POSITION > 0 and POSITION < P - 1  # it receives once it has sent
+    FOLDS: tl.constexpr = (POSITION > 0 or HAS_CARRY) and (POSITION < P - 1 or WANT_CARRY) and not CUTS
     received = data_at(own + inbox + parity * inbox_stride, state)
     if POSITION < P - 1:
         following = tl.load(peers + POSITION + 1)
@@ -147,7 +150,7 @@ def chain_kernel(
                 # scan e − 2, the last one in this buffer.
                 is_credit = (lanes == TILES).to(tl.int32)
                 place = tl.where(lanes == TILES, credit, (block + (lanes - unit % TILES) * PIECES) * 4)
-                active = ((lanes < TILES) & (POSITION > 0)) | ((lanes == TILES) & (POSITION < P - 1))
+                active = ((lanes < TILES) & (POSITION > 0 and not LATE)) | ((lanes == TILES) & (POSITION < P - 1))
                 missing = wait_for(flag_at(own + place), active, epoch - 2 * is_credit, limit, ASM)
                 if missing > 0:
                     late_credit = (missing > TILES).to(tl.int32)
@@ -155,7 +158,7 @@ def chain_kernel(
                     failed = 1
             for row in tl.range(first, end, SUB, num_stages=1):
                 folded = value
-                if POSITION > 0 and not (FOLDS and MATRIX):
+                if POSITION > 0 and not LATE and not (FOLDS and MATRIX):
                     incoming = copy_rows(received, output, row, end, column, failed, V, VB, SUB)
                 elif HAS_CARRY and not MATRIX:
                     incoming = load_rows(carry_in, row, end, column, V, VB, SUB)
@@ -193,7 +196,7 @@ def chain_kernel(
     if POSITION == 0 and not WANT_CARRY:
         advance(control, epoch)
 
-    if WANT_CARRY and POSITION < P - 1:
+    if LATE or (WANT_CARRY and POSITION < P - 1):
         # A waiting CTA could keep another one of this rank, whose blocks others wait for, from starting. So CTAs wait
         # here once all have started, and share the copies by a counter: the last to start finds any that are left.
         run = runs
@@ -204,11 +207,11 @@ def chain_kernel(
             for piece in range(run % GROUPS, PIECES, GROUPS):
                 block, column = run // GROUPS * PIECES + piece, piece * VB
                 if failed == 0:
-                    flags = flag_at(own + carry_flags + block * 4 + tl.zeros_like(lanes))
+                    flags = flag_at(own + (0 if LATE else carry_flags) + block * 4 + tl.zeros_like(lanes))
                     if wait_for(flags, lanes < 1, tl.zeros_like(lanes) + epoch, limit, ASM) > 0:
-                        give_up(failure, status, epoch, P - 1, 5)
+                        give_up(failure, status, epoch, (POSITION if LATE else P) - 1, 3 if LATE else 5)
                         failed = 1
                 for row in range(first, end, SUB):
-                    carry = data_at(own + carry_box + parity * inbox_stride, state)
-                    copy_rows(carry, carry_out, row, end, column, failed, V, VB, SUB)
+                    arrived = data_at(own + (inbox if LATE else carry_box) + parity * inbox_stride, state)
+                    copy_rows(arrived, output if LATE else carry_out, row, end, column, failed, V, VB, SUB)
             run = take(control)
