@@ -38,6 +38,8 @@ CONFIG = ConfigError.exit_code
         ("+train.steps=4", ["+train.steps=4: the key exists; write train.steps=4"]),
         # Syntax.
         ("", ["must be KEY=VALUE"]),
+        ("train..steps=3", ["argument=train..steps=3: must be KEY=VALUE, as in train.steps=100"]),
+        ("träin.steps=3", ["argument=träin.steps=3: must be KEY=VALUE"]),
         (
             "data.stores=[{path:a(}]",
             ["data.stores=[{path:a(}]: must be a list ", "; text with special characters needs"],
@@ -55,12 +57,7 @@ CONFIG = ConfigError.exit_code
         ("data.stores=[{path:a}]", ["data.stores=a: data=embedded takes none; use data=mixture"]),
     ],
 )
-def test_invalid_override_prints_one_error_line(
-    override: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-compiler")
-    if override == "train.device=cuda":
-        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+def test_invalid_override_prints_one_error_line(override: str, parts: list[str], tmp_path: Path) -> None:
     check_line(train_here(f"run_dir={tmp_path / 'run'}", override), CONFIG, *parts)
     assert not any(tmp_path.iterdir())
 

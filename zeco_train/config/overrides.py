@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -181,10 +182,11 @@ def _parse(text: str, example: str) -> Override:
     try:
         return parser.parse_override(text)
     except HydraException as error:
-        if (match := _ASSIGNMENT.fullmatch(text)) is None:
-            raise ConfigError("argument", text, f"must be KEY=VALUE, as in {example}") from error
-        # As text, which keys of other types refuse.
-        return parser.parse_override(f"{match[1]}={QuotedString(match[2], Quote.single).with_quotes()}")
+        if (match := _ASSIGNMENT.fullmatch(text)) is not None:
+            # As text, which keys of other types refuse, unless the grammar has no such key.
+            with suppress(HydraException):
+                return parser.parse_override(f"{match[1]}={QuotedString(match[2], Quote.single).with_quotes()}")
+        raise ConfigError("argument", text, f"must be KEY=VALUE, as in {example}") from error
 
 
 def _check_group(override: Override, shown: str, options: Collection[str], has_default: bool) -> None:
