@@ -41,11 +41,11 @@ class ExposedMeter:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure scans that are launched inside, and messages of softmax attention that are waited for inside."""
-        MEASURING.append(self)
+        _measuring.append(self)
         try:
             yield
         finally:
-            MEASURING.remove(self)
+            _measuring.remove(self)
 
     def take(self) -> float | None:
         """Seconds of waiting since the last call; None if no wait was measured. Does not synchronise with the device.
@@ -98,12 +98,12 @@ class ExposedMeter:
 
 
 # Not of a thread: a backward pass may run on another one.
-MEASURING: list[ExposedMeter] = []
+_measuring: list[ExposedMeter] = []
 
 
 def active_meter() -> ExposedMeter | None:
     """The meter that is inside of `measuring`."""
-    return MEASURING[-1] if MEASURING else None
+    return _measuring[-1] if _measuring else None
 
 
 def run_wait(call: Callable[[], T], device: torch.device) -> T:

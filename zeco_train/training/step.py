@@ -109,10 +109,6 @@ class TrainingStep:
         add(self.totals, totals)
         return True
 
-    def loss(self, segments: Sequence[Batch]) -> Tensor:
-        """Sum of the token losses of this rank's part of a micro-batch, without gradients."""
-        return self.forward.total_loss(segments)
-
     def update(self) -> PendingNumbers:
         """Clip the gradient by its global norm and run the optimizer step, if loss and norm are finite.
 
