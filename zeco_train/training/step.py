@@ -131,7 +131,7 @@ class TrainingStep:
     def launched(self) -> Iterator[None]:
         """Between two steps: passes inside are launched kernel by kernel, and their gradients may be lost."""
         launcher = self._launcher
-        with launcher.aside() as self._launcher:
+        with launcher.between_steps() as self._launcher:
             try:
                 yield
             finally:
