@@ -33,6 +33,7 @@ CONFIG = ConfigError.exit_code
         # Unknown keys, groups and options.
         ("train.step=3", ["train.step=3: unknown key", "did you mean train.steps?"]),
         ("steps=3", ["steps=3: unknown key", "did you mean train.steps?"]),
+        ("checkpoint.async=true", ["checkpoint.async=true: unknown key; --help lists all"]),
         ("hydra.run.dir=x", ["hydra.run.dir=x: ", "no hydra settings"]),
         ("+experiment=nope", [f"experiment=nope: must be one of {', '.join(group_options()['experiment'])}"]),
         ("+train.steps=4", ["+train.steps=4: the key exists; write train.steps=4"]),

@@ -311,6 +311,7 @@ def _unknown(key: str, known: Sequence[str], mixer: str | None) -> str:
         return REMOVED[key]
     # `steps` for train.steps: a forgotten section is likelier than a misspelt key.
     close = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:3]
-    close = close or difflib.get_close_matches(key, known, n=1)
+    # A common section alone is not close.
+    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     of_mixer = f" of mixer {mixer}" if mixer else ""
     return f"unknown key{of_mixer}; " + (f"did you mean {' or '.join(close)}?" if close else "--help lists all")
