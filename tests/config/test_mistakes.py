@@ -40,11 +40,7 @@ CONFIG = ConfigError.exit_code
         # Syntax.
         ("", ["must be KEY=VALUE"]),
         ("train..steps=3", ["argument=train..steps=3: must be KEY=VALUE, as in train.steps=100"]),
-        ("träin.steps=3", ["argument=träin.steps=3: must be KEY=VALUE"]),
-        (
-            "data.stores=[{path:a(}]",
-            ["data.stores=[{path:a(}]: must be a list ", "; text with special characters needs"],
-        ),
+        ("data.stores=[{path:a(}]", ["data.stores=[{path:a(}]: must be a list ", "; text with special characters"]),
         # Types.
         ("train.steps=1.5", ["train.steps=1.5: must be a whole number"]),
         ("optim.lr=nan", ["optim.lr=nan: must be finite"]),
@@ -66,10 +62,7 @@ def test_invalid_override_prints_one_error_line(override: str, parts: list[str],
 @pytest.mark.parametrize(
     ("stores", "expected"),
     [
-        (
-            "[{path:a},{path:b,weight:0}]",
-            "data.stores.1.weight=0.0: must be > 0; leave out a store that nothing is read",
-        ),
+        ("[{path:a},{path:b,weight:0}]", "data.stores.1.weight=0.0: must be > 0; leave out a store"),
         ("[{weight:1}]", "data.stores.0.path=: needs the folder of a token store; prepare one with"),
         ("[{path:a,name:''}]", "data.stores.0.name=: must not be empty"),
     ],

@@ -15,7 +15,7 @@ from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.topology import Topology
 from zeco_train.collectives.worker import ScanSpec
 from zeco_train.ops.seam import LaunchedScan, ScanRequest, StateScan, is_matrix
-from zeco_train.sp.exposed import MeteredScan, active_meter
+from zeco_train.sp.exposed import MEASURING, MeteredScan
 from zeco_train.sp.scan_choice import ScanChoice
 
 
@@ -45,11 +45,10 @@ class ScanBackend(ABC):
         """Raises ConfigError if the ranks do not support it; CommunicationError if an earlier scan failed."""
         launcher = self._kept_launcher(request)
         self.choice, scan = launcher.choice, launcher.start(request)
-        meter = active_meter() if self._crosses_ranks else None
-        if meter is None:
+        if not MEASURING or not self._crosses_ranks:
             return scan
         in_series = launcher.scan is not None and launcher.scan.in_series
-        return MeteredScan(scan, request.state.device, meter, finish_waits=in_series)
+        return MeteredScan(scan, request.state.device, MEASURING[-1], finish_waits=in_series)
 
     @abstractmethod
     def launcher_for(self, request: ScanRequest) -> Launcher:

@@ -41,11 +41,11 @@ class ExposedMeter:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure scans that are launched inside, and messages of softmax attention that are waited for inside."""
-        _measuring.append(self)
+        MEASURING.append(self)
         try:
             yield
         finally:
-            _measuring.remove(self)
+            MEASURING.remove(self)
 
     def take(self) -> float | None:
         """Seconds of waiting since the last call; None if no wait was measured. Does not synchronise with the device.
@@ -98,12 +98,12 @@ class ExposedMeter:
 
 
 # Not of a thread: a backward pass may run on another one.
-_measuring: list[ExposedMeter] = []
+MEASURING: list[ExposedMeter] = []
 
 
 def active_meter() -> ExposedMeter | None:
     """The meter that is inside of `measuring`."""
-    return _measuring[-1] if _measuring else None
+    return MEASURING[-1] if MEASURING else None
 
 
 def run_wait(call: Callable[[], T], device: torch.device) -> T:
