@@ -174,11 +174,10 @@ class Backbone(nn.Module):
 
     def shared_parts(self) -> list[Tensor | None]:
         """Each layer's part of the shared parameter that its mixer reads, or its own wide parameters."""
-        parts = {
-            name: shared.parts(parameter.to(accumulation_dtype(parameter.dtype)))
-            for name, shared in self._shared.items()
-            for parameter in (self.get_parameter(name),)
-        }
+        parts = dict[str, Tensor]()
+        for name, whole in self._shared.items():
+            parameter = self.get_parameter(name)
+            parts[name] = whole.parts(parameter.to(accumulation_dtype(parameter.dtype)))
         found: list[Tensor | None] = []
         for index, mixer in enumerate(layer.attn for layer in self.blocks()):
             own = mixer.wide_parameters

@@ -76,12 +76,11 @@ def _banner(trainer: Trainer) -> str:
     config, mesh, step = trainer.config, trainer.step.mesh, trainer.progress.step
     model, parameters = config.model, spec_of(config.model).num_parameters
     start = f"from step {step}" if step else "from the start"
-    is_late = not (config.train.eval_every or trainer.validation.is_empty)
+    has_late_validation = not (config.train.eval_every or trainer.validation.is_empty)
+    late = ", validation after the last step (train.eval_every=0)" * has_late_validation
     return (
         f"{config.name}: {model.name} ({compact(parameters)} parameters, {config.train.dtype.value}) with "
         f"sp={config.sp.backend.value}, {mesh.dp_size} × {mesh.sp_size} ranks (dp × sp) on {mesh.device.type}, "
         f"{config.parallel}; {config.data.global_batch} sequence{'s' * (config.data.global_batch != 1)} of "
-        f"{config.data.seq_len:,} tokens a step, {start}"
-        + ", validation after the last step (train.eval_every=0)"
-        * is_late
+        f"{config.data.seq_len:,} tokens a step, {start}{late}"
     )

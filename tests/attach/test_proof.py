@@ -89,11 +89,7 @@ POSITIONS = "model.rotary_emb (Qwen3NextRotaryEmbedding)"
 FAULTS: list[tuple[Callable[[Any], None], str, str]] = [
     (drop_forward, f"first wrong output: {FIRST}", "model.layers.0.linear_attn.in_proj_ba.weight"),
     (drop_reverse, "wrong gradient of model.embed_tokens.weight", "model.embed_tokens.weight"),
-    (
-        local_positions,
-        "first wrong output: model.rotary_emb (Qwen3NextRotaryEmbedding)",
-        "model.layers.1.self_attn.q_proj.weight",
-    ),
+    (local_positions, f"first wrong output: {POSITIONS}", "model.layers.1.self_attn.q_proj.weight"),
     (local_convolution, f"first wrong output: {FIRST}", "model.layers.0.linear_attn.conv1d.weight"),
     (local_labels, "wrong loss", "lm_head.weight"),
 ]

@@ -260,8 +260,8 @@ def test_rank_writes_and_reads_several_files_and_says_how_far_it_is(tmp_path: Pa
     assert len(sizes) == FILES_AT_ONCE
     assert sum(sizes) < 4 * min(sizes) * len(sizes), sizes
     lines = [line for line in outcome.out.splitlines() if line.startswith(("writing checkpoint: ", "checkpoint writt"))]
-    assert re.fullmatch(r"writing checkpoint: \d\.\d of 0\.0 GB, \d\.\d\d GB/s", lines[0])
-    assert re.fullmatch(r"checkpoint written: 0\.0 GB in \d\.\d s, \d\.\d\d GB/s", lines[-1])
+    assert re.fullmatch(r"writing checkpoint: \S+B of 301kB, \S+B/s", lines[0])
+    assert re.fullmatch(r"checkpoint written: 301kB in \d+\.\d s, \S+B/s", lines[-1])
     # The same numbers from one file and from several.
     assert train_here(f"run_dir={run}", "train.steps=3").code == 0
     assert train_here(f"run_dir={tmp_path / 'one'}", "train.steps=3").code == 0

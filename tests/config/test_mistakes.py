@@ -33,15 +33,14 @@ CONFIG = ConfigError.exit_code
         # Unknown keys, groups and options.
         ("train.step=3", ["train.step=3: unknown key", "did you mean train.steps?"]),
         ("steps=3", ["steps=3: unknown key", "did you mean train.steps?"]),
+        ("checkpoint.async=true", ["checkpoint.async=true: unknown key; --help lists all"]),
         ("hydra.run.dir=x", ["hydra.run.dir=x: ", "no hydra settings"]),
         ("+experiment=nope", [f"experiment=nope: must be one of {', '.join(group_options()['experiment'])}"]),
         ("+train.steps=4", ["+train.steps=4: the key exists; write train.steps=4"]),
         # Syntax.
         ("", ["must be KEY=VALUE"]),
-        (
-            "data.stores=[{path:a(}]",
-            ["data.stores=[{path:a(}]: must be a list ", "; text with special characters needs"],
-        ),
+        ("train..steps=3", ["argument=train..steps=3: must be KEY=VALUE, as in train.steps=100"]),
+        ("data.stores=[{path:a(}]", ["data.stores=[{path:a(}]: must be a list ", "; text with special characters"]),
         # Types.
         ("train.steps=1.5", ["train.steps=1.5: must be a whole number"]),
         ("optim.lr=nan", ["optim.lr=nan: must be finite"]),
@@ -55,12 +54,7 @@ CONFIG = ConfigError.exit_code
         ("data.stores=[{path:a}]", ["data.stores=a: data=embedded takes none; use data=mixture"]),
     ],
 )
-def test_invalid_override_prints_one_error_line(
-    override: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-compiler")
-    if override == "train.device=cuda":
-        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+def test_invalid_override_prints_one_error_line(override: str, parts: list[str], tmp_path: Path) -> None:
     check_line(train_here(f"run_dir={tmp_path / 'run'}", override), CONFIG, *parts)
     assert not any(tmp_path.iterdir())
 
@@ -68,10 +62,7 @@ def test_invalid_override_prints_one_error_line(
 @pytest.mark.parametrize(
     ("stores", "expected"),
     [
-        (
-            "[{path:a},{path:b,weight:0}]",
-            "data.stores.1.weight=0.0: must be > 0; leave out a store that nothing is read",
-        ),
+        ("[{path:a},{path:b,weight:0}]", "data.stores.1.weight=0.0: must be > 0; leave out a store"),
         ("[{weight:1}]", "data.stores.0.path=: needs the folder of a token store; prepare one with"),
         ("[{path:a,name:''}]", "data.stores.0.name=: must not be empty"),
     ],

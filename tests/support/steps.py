@@ -174,7 +174,7 @@ def run_steps(case: Case, scan: RecordedExchange, mesh: ProcessMesh, store: str 
         result.norms.append(numbers.grad_norm)
     # Before the validation, after which zero2 keeps whole parameters.
     result.held = sum(local(parameter).numel() for parameter in model.parameters())
-    val_loss = step.loss([loader.readers[0].read([0], segment) for segment in range(case.segments)])
+    val_loss = step.forward.total_loss([loader.readers[0].read([0], segment) for segment in range(case.segments)])
     dist.all_reduce(val_loss)
     result.val_loss = val_loss.item() / mesh.dp_size
     result.parameters = {name: full(p).clone() for name, p in model.named_parameters()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from models.language_model import LanguageModel
+from tests.support.commands import REPOSITORY
 from tests.support.steps import TINY, make_mesh
 from zeco_train.distributed.config import Strategy
 from zeco_train.errors import ConfigError
@@ -129,6 +132,18 @@ def test_cache_folders_by_environment_variable(tmp_path: Path) -> None:
     named.chmod(0o777)
     with pytest.raises(ConfigError, match=r"^TORCHINDUCTOR_CACHE_DIR=.*: others may write there"):
         use_private_caches()
+
+
+def test_torch_sets_no_folder_of_its_own_before(tmp_path: Path, home: Path) -> None:
+    """In a process in which no part of torch that does so has been imported yet."""
+    code = """import os, torch
+from zeco_train.config.schema import load_config
+from zeco_train.training.checks import check_machine
+check_machine(load_config(["train.compile=always"]), torch.device("cpu"))
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])"""
+    own = os.environ | {"TMPDIR": str(tmp_path), "CXX": sys.executable}
+    found = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=REPOSITORY, env=own)
+    assert found.strip() == str(default_folder() / "inductor")
 
 
 def test_training_compiles_into_private_folder() -> None:

@@ -15,7 +15,7 @@ from zeco_train.system.signals import REQUEUE_EXIT_CODE, STOP_SIGNALS, StopReque
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_signal_asks_to_save(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_asks_to_save(number: signal.Signals) -> None:
     # A shell or nohup may have the tests ignore it.
     signal.signal(number, signal.SIG_DFL)
     with StopRequest() as stop:

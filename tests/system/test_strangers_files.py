@@ -176,7 +176,7 @@ def test_arrays_and_weights_must_be_regular_files(make: Callable[[Path], None], 
 
 
 @pytest.mark.slow
-def test_dataset_script_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_script_is_not_executed(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "texts.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

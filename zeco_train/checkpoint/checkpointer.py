@@ -44,7 +44,7 @@ from zeco_train.checkpoint.files import (
 )
 from zeco_train.checkpoint.weights import cause_of, damage_of, read_state
 from zeco_train.checkpoint.writer import CheckpointWriter
-from zeco_train.distributed.mesh import ProcessMesh, agree, host_group
+from zeco_train.distributed.mesh import ProcessMesh, agree, from_main, host_group
 from zeco_train.errors import CheckpointError
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -165,10 +165,9 @@ class Checkpointer:
         `CheckpointConfig.missing`), or the storage cannot be read.
         """
         # Listed by rank 0 alone: ranks that list a shared disk by themselves may find different newest checkpoints.
-        found = [agree(self._mesh, lambda: complete_checkpoints(self._run_dir) if self._mesh.is_main else [])]
-        dist.broadcast_object_list(found, src=0)
+        found = from_main(self._mesh, lambda: complete_checkpoints(self._run_dir))
         damage: dict[Path, str] = {}
-        for path in reversed(found[0]):
+        for path in reversed(found):
             problem = damage_of(path, self._mesh)
             if problem is None:
                 agree(self._mesh, lambda: self._go_on_from(path, damage) if self._mesh.is_main else None)  # noqa: B023

@@ -45,6 +45,7 @@ from zeco_train.checkpoint.files import (
 )
 from zeco_train.errors import CheckpointError
 from zeco_train.system.files import sync_file, sync_folder, write_durably
+from zeco_train.system.numbers import compact
 
 T = TypeVar("T")
 # Of a rank's files at least, if it writes several.
@@ -158,12 +159,13 @@ class CheckpointWriter(FileSystemWriter):
     def _follow(self, files: Sequence[futures.Future[Any]], total: int, report: Callable[[str], object]) -> None:
         began, (seconds, later) = time.monotonic(), _SECONDS_TO_REPORT
         while wait(files, seconds).not_done:
-            done, seconds = self.fs.written, later
+            # Files are larger than their tensors, by 1 to 2 kB each.
+            done, seconds = min(self.fs.written, total), later
             rate = done / (time.monotonic() - began)
-            report(f"writing checkpoint: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s")
+            report(f"writing checkpoint: {compact(done, 'B')} of {compact(total, 'B')}, {compact(rate, 'B/s')}")
         if seconds == later:
             seconds = time.monotonic() - began
-            report(f"checkpoint written: {total / 1e9:.1f} GB in {seconds:.1f} s, {total / seconds / 1e9:.2f} GB/s")
+            report(f"checkpoint written: {compact(total, 'B')} in {seconds:.1f} s, {compact(total / seconds, 'B/s')}")
 
     def _seal(self, finish: Callable[[], None], results: list[list[WriteResult]]) -> None:
         # The files beside the tensors: torch's metadata, the run's progress and the checksums of all files.

@@ -54,7 +54,7 @@ class Costs:
         return far.exchange + inside + (load.ranks - 1 - mates) * (far.exchange_peer + far.exchange_byte * part)
 
 
-# Assumed: 10 µs and 50 GB/s between nodes; not measured here.
+# Assumed: 25 µs and 50 GB/s between nodes; not measured here.
 _ACROSS = Costs(Link.nccl_across_nodes, 2.5e-5, 2e-11, 2e-5, 2e-6, 2e-11)
 # 2 × H200 (the messages: also 4), torch 2.11, 0.5 to 8 MB, inside CUDA graphs; packing and folds included.
 _NCCL = Costs(Link.nccl, 2.0e-5, 4.0e-12, 2.9e-5, 1e-6, 1.2e-11)

@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -181,10 +182,11 @@ def _parse(text: str, example: str) -> Override:
     try:
         return parser.parse_override(text)
     except HydraException as error:
-        if (match := _ASSIGNMENT.fullmatch(text)) is None:
-            raise ConfigError("argument", text, f"must be KEY=VALUE, as in {example}") from error
-        # As text, which keys of other types refuse.
-        return parser.parse_override(f"{match[1]}={QuotedString(match[2], Quote.single).with_quotes()}")
+        if (match := _ASSIGNMENT.fullmatch(text)) is not None:
+            # As text, which keys of other types refuse, unless the grammar has no such key.
+            with suppress(HydraException):
+                return parser.parse_override(f"{match[1]}={QuotedString(match[2], Quote.single).with_quotes()}")
+        raise ConfigError("argument", text, f"must be KEY=VALUE, as in {example}") from error
 
 
 def _check_group(override: Override, shown: str, options: Collection[str], has_default: bool) -> None:
@@ -309,6 +311,7 @@ def _unknown(key: str, known: Sequence[str], mixer: str | None) -> str:
         return REMOVED[key]
     # `steps` for train.steps: a forgotten section is likelier than a misspelt key.
     close = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]][:3]
-    close = close or difflib.get_close_matches(key, known, n=1)
+    # A common section alone is not close.
+    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     of_mixer = f" of mixer {mixer}" if mixer else ""
     return f"unknown key{of_mixer}; " + (f"did you mean {' or '.join(close)}?" if close else "--help lists all")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -247,6 +247,13 @@ def agree(mesh: ProcessMesh, action: Callable[[], T]) -> T:
     if first is not None:
         raise first
     return result  # type: ignore[return-value]
+
+
+def from_main(mesh: ProcessMesh, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0; its picklable result on all ranks, or its `ZecoError` raised on all."""
+    found = [agree(mesh, lambda: action() if mesh.is_main else None)]
+    dist.broadcast_object_list(found, src=0)
+    return cast(T, found[0])
 
 
 def main_first(mesh: ProcessMesh, action: Callable[[], T]) -> T:

@@ -17,13 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import spec_of
 from zeco_train.config.overrides import is_of
 from zeco_train.distributed.config import resolve_sp_size
-from zeco_train.distributed.mesh import ProcessMesh, agree
+from zeco_train.distributed.mesh import ProcessMesh, agree, from_main
 from zeco_train.errors import ConfigError, DataError
 from zeco_train.generate.generator import Completion, Generator, Limits, Speed
 from zeco_train.generate.sampling import Sampling
@@ -136,10 +135,7 @@ def _share_prompts(
         trained.check_ids(prompts)
         return texts, prompts
 
-    found = agree(mesh, read if mesh.is_main else lambda: ([], []))
-    ids = [found[1]]
-    dist.broadcast_object_list(ids, src=0)
-    return found[0], ids[0]
+    return from_main(mesh, read)
 
 
 def _facts(options: argparse.Namespace, trained: Trained, mesh: ProcessMesh, speed: Speed) -> dict[str, object]:

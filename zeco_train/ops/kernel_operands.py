@@ -37,18 +37,18 @@ def sum_heads(grads: Tensor, groups: int) -> Tensor:
     return grads if grads.shape[2] == groups else grads.unflatten(2, (groups, -1)).sum(3)
 
 
-def with_padded_heads(passes: Passes, values: Sequence[int] = (2,), output: int = 2) -> Passes:
+def with_padded_heads(passes: Passes, values: Sequence[int] = (2,)) -> Passes:
     """The same passes for head dims of any size: K and V are padded with zeros to multiples of 16 where necessary.
 
     Of the operands of four dimensions those at the positions `values` are [..., V], all others [..., K]; outputs are as
-    wide as the operand at `output`. `needs_incoming` must be False.
+    wide as the third operand. `needs_incoming` must be False.
     """
     assert not passes.needs_incoming
 
     def forward(operands: Sequence[Tensor], scale: float, doc_ids: Tensor | None) -> ForwardPass:
         if not _is_odd(operands, values):
             return passes.forward(operands, scale, doc_ids)
-        return _PaddedForward(operands, scale, doc_ids, passes, values, operands[output].shape[-1])
+        return _PaddedForward(operands, scale, doc_ids, passes, values, operands[2].shape[-1])
 
     def backward(
         operands: Sequence[Tensor],
@@ -58,7 +58,7 @@ def with_padded_heads(passes: Passes, values: Sequence[int] = (2,), output: int 
         scale: float,
         doc_ids: Tensor | None,
     ) -> BackwardPass:
-        if not _is_odd(operands, values) or do.shape != operands[output].shape:
+        if not _is_odd(operands, values) or do.shape != operands[2].shape:
             return passes.backward(operands, do, saved, incoming_state, scale, doc_ids)
         return _PaddedBackward(operands, do, saved, incoming_state, scale, doc_ids, passes, values)
 

@@ -45,11 +45,9 @@ class LayerStates:
 
     def state_inputs(self, first: int, count: int) -> tuple[StateInput, ...]:
         """The inputs of a layer's states: `count` of the list, from `first` on."""
-        found = []
-        for index in range(first, first + count):
-            incoming, carry_in = (None if x is None else x[index] for x in (self.incoming, self.carry_in))
-            found.append(StateInput(incoming, carry_in, self.want_carry))
-        return tuple(found)
+        own = slice(first, first + count)
+        incoming, carries = ([None] * count if x is None else x[own] for x in (self.incoming, self.carry_in))
+        return tuple(StateInput(*pair, want_carry=self.want_carry) for pair in zip(incoming, carries, strict=True))
 
     def keep(self, state_output: StateOutput) -> None:
         self.received.append(state_output.received)

@@ -133,8 +133,8 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-# o, received, carry_out, for the backward pass the transition and `ForwardPass.saved`, and the output of the linear
-# layer `aside`, if there is one, of which autograd alone reads the edge; absent tensors are [0].
+# Returns o, received and carry_out; for the backward pass the transition and `ForwardPass.saved`; and the output of the
+# linear layer `aside`: x, W and what else `linear` takes, or empty. Absent tensors are [0]. Only autograd reads `edge`.
 def _mix(
     operands: list[Tensor],
     operator: str,
@@ -156,6 +156,7 @@ def _mix(
     like, is_first_pass = operands[chosen.output], incoming_state is None
     from_zero = is_first_pass and exchange.is_first and carry_in is None
 
+    # In three parts, which the calls of `next` and `send` below run: before the scan, beside it, and after it.
     def steps() -> Steps:
         chosen.check(operands, doc_ids)
         local = _passes(chosen, operands, doc_ids).forward(operands, scale, doc_ids)

@@ -103,13 +103,11 @@ class SPConfig:
 
     def scans_over(self, topology: Topology) -> tuple[ScanSpec, ...]:
         """The algorithms that the settings allow. Raises ConfigError if the chosen one cannot run over these nodes."""
-        section = self.settings
-        return self.spec.scans if section is None else section.scans_over(topology)
+        return self.spec.scans if self.settings is None else self.settings.scans_over(topology)
 
     def topology(self, found: Topology) -> Topology:
         """The nodes of a sequence's ranks: as its section gives them, else as found. Raises as `BackendSettings`."""
-        section = self.settings
-        return found if section is None else section.topology(found)
+        return found if self.settings is None else self.settings.topology(found)
 
     @property
     def settings(self) -> BackendSettings | None:

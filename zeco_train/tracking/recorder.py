@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from zeco_train.checkpoint.files import Progress
-from zeco_train.distributed.mesh import ProcessMesh, agree
+from zeco_train.distributed.mesh import ProcessMesh, from_main
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.system.numbers import clock
 from zeco_train.system.terminal import visible
@@ -180,10 +180,8 @@ class Recorder:
         Raises:
             DataError: metrics.jsonl cannot be read; on every rank.
         """
-        row = agree(self._mesh, lambda: self._row_of(step) if self._mesh.is_main else None)
-        lacks = [row is not None and "val_loss" not in row]
-        dist.broadcast_object_list(lacks, src=0)
-        return lacks[0]
+        row = from_main(self._mesh, lambda: self._row_of(step))
+        return row is not None and "val_loss" not in row
 
     def add_validation(self, step: int, validation: ValidationLoss) -> None:
         """Append a step's row again, with the missing validation loss; the last row of a step counts."""

@@ -21,6 +21,7 @@ from zeco_train.ops.linear import FIRST_CAPABILITY, PRODUCTS, WIDTH_MULTIPLE, Ma
 from zeco_train.ops.operator import Target
 from zeco_train.ops.slow_paths import Call, SlowPath, check_kernels
 from zeco_train.sp.exchange import check_softmax
+from zeco_train.system.code_cache import use_private_caches
 from zeco_train.training.config import Compile
 from zeco_train.training.optim import adamw
 from zeco_train.training.profiler import check_profile_ranks
@@ -46,6 +47,8 @@ def join_ranks(config: Config, launch: Launch) -> ProcessMesh:
 
 def check_machine(config: Config, device: torch.device) -> None:
     """Check memory, compiler and matrix products of this rank's device."""
+    if config.train.compile.applies(config.parallel.strategy, on_cuda=device.type == "cuda"):
+        use_private_caches()  # before a model is built, which imports parts of torch that set a default of their own
     count = spec_of(config.model).num_parameters
     available, owner = total_memory(device)
     # Before the OOM killer ends this or another process.

@@ -88,8 +88,8 @@ class StepLauncher:
         """Hold the memory of the gradients; call after the passes of a step."""
 
     @contextmanager
-    def aside(self) -> Iterator[StepLauncher]:
-        """Between two steps: a launcher for further passes, whose gradients may be lost."""
+    def between_steps(self) -> Iterator[StepLauncher]:
+        """A launcher for further passes, whose gradients may be lost."""
         yield self
 
 
@@ -164,7 +164,7 @@ class StepGraphs(StepLauncher):
             self._gradients = [parameter.grad for parameter in self._model.parameters()]
 
     @contextmanager
-    def aside(self) -> Iterator[StepLauncher]:
+    def between_steps(self) -> Iterator[StepLauncher]:
         """The gradients are those of the graphs again afterwards."""
         with self._on_stream():
             yield StepLauncher()

@@ -102,7 +102,7 @@ def _run(
             if with_backward:
                 step.backward(segments, last=micro_step == micro_steps - 1)
             else:
-                total += step.loss(segments)
+                total += step.forward.total_loss(segments)
     dist.all_reduce(total)
     return total
 

@@ -18,7 +18,7 @@ from data.loader.sequences import for_task
 from models.spec import spec_of
 from zeco_train.checkpoint.files import Progress, complete_checkpoints, find_weights, is_hf_folder
 from zeco_train.config.schema import Config, check_documents, to_plain
-from zeco_train.distributed.mesh import Device, ProcessMesh, agree, gather, main_first
+from zeco_train.distributed.mesh import Device, ProcessMesh, agree, from_main, gather, main_first
 from zeco_train.errors import DataError
 from zeco_train.hf.trained import check_continuation, other_tokenizer
 from zeco_train.hf.weights import stored_dtype
@@ -92,11 +92,10 @@ def open_run(config: Config, arguments: list[str], mesh: ProcessMesh) -> OpenedR
 def _with_rule_of_labels(config: Config, mesh: ProcessMesh) -> Config:
     # `data.labels_across_documents=null` of a run that goes on is the rule that it began with.
     path, key = Path(config.run_dir), "data.labels_across_documents"
-    begun = [agree(mesh, lambda: begun_with(path, key) if mesh.is_main else None)]
-    dist.broadcast_object_list(begun, src=0)
+    begun = from_main(mesh, lambda: begun_with(path, key))
     rule = config.data.labels_across_documents
     if rule is None:
-        rule = begun[0] if isinstance(begun[0], bool) else config.data.has_labels_across
+        rule = begun if isinstance(begun, bool) else config.data.has_labels_across
     return replace(config, data=replace(config.data, labels_across_documents=rule))
 
 

@@ -109,10 +109,6 @@ class TrainingStep:
         add(self.totals, totals)
         return True
 
-    def loss(self, segments: Sequence[Batch]) -> Tensor:
-        """Sum of the token losses of this rank's part of a micro-batch, without gradients."""
-        return self.forward.total_loss(segments)
-
     def update(self) -> PendingNumbers:
         """Clip the gradient by its global norm and run the optimizer step, if loss and norm are finite.
 
@@ -135,7 +131,7 @@ class TrainingStep:
     def launched(self) -> Iterator[None]:
         """Between two steps: passes inside are launched kernel by kernel, and their gradients may be lost."""
         launcher = self._launcher
-        with launcher.aside() as self._launcher:
+        with launcher.between_steps() as self._launcher:
             try:
                 yield
             finally:

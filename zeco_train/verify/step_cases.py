@@ -326,7 +326,7 @@ def train(case: StepCase, mesh: ProcessMesh, store: Path) -> CaseResult:
         result.numbers |= {f"loss of step {number}": numbers.loss, f"norm of step {number}": numbers.grad_norm}
     held_out = torch.zeros((), dtype=torch.float64)
     for micro_step in range(loader.micro_steps):
-        held_out += step.loss([loader.batch(0, micro_step, part) for part in range(case.segments)])
+        held_out += step.forward.total_loss([loader.batch(0, micro_step, part) for part in range(case.segments)])
     dist.all_reduce(held_out)
     result.numbers["loss of validation"] = held_out.item()
     result.weights = {name: _full(p) for name, p in model.named_parameters()}

@@ -84,7 +84,7 @@ def test_non_finite_tensor_in_compiled_block_is_named(
     loader = make_loader(case, mesh, store)
     batches = [[loader.batch(0, micro_step)] for micro_step in range(loader.micro_steps)]
     if compiled_before:
-        step.loss(batches[0])
+        step.forward.total_loss(batches[0])
         step.backward(batches[0], last=True)
         step.zero_grad()
     attention: Any = model.model.layers[1].attn
