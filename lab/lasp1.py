@@ -67,9 +67,11 @@ def main(arguments: list[str]) -> int:
     out = options.out or store.RESULTS / f"paper_{options.table}_{store.in_names(machine)}.json"
     measured: list[Row] = json.loads(out.read_text())["rows"] if out.exists() else []
     command = " ".join(["python -m lab.lasp1", options.table, f"--ranks {options.ranks}", *options.settings])
-    for about, measure in TABLES[options.table](options):
-        wanted = set(options.only) <= {str(value) for value in about.values()}
-        if not wanted or any(about.items() <= row.items() for row in measured) or time.monotonic() > deadline:
+    chosen = [row for row in TABLES[options.table](options) if {*options.only} <= {str(x) for x in row[0].values()}]
+    if not chosen:
+        _parser().error(f"--only {' '.join(options.only)}: no row has all of these values")
+    for about, measure in chosen:
+        if any(about.items() <= row.items() for row in measured) or time.monotonic() > deadline:
             continue
         with tempfile.TemporaryDirectory(prefix="zeco-lasp1-") as folder:
             try:
