@@ -67,9 +67,11 @@ def main(arguments: list[str]) -> int:
     out = options.out or store.RESULTS / f"paper_{options.table}_{store.in_names(machine)}.json"
     measured: list[Row] = json.loads(out.read_text())["rows"] if out.exists() else []
     command = " ".join(["python -m lab.lasp1", options.table, f"--ranks {options.ranks}", *options.settings])
-    for about, measure in TABLES[options.table](options):
-        wanted = set(options.only) <= {str(value) for value in about.values()}
-        if not wanted or any(about.items() <= row.items() for row in measured) or time.monotonic() > deadline:
+    chosen = [row for row in TABLES[options.table](options) if {*options.only} <= {str(x) for x in row[0].values()}]
+    if not chosen:
+        _parser().error(f"--only {' '.join(options.only)}: no row has all of these values")
+    for about, measure in chosen:
+        if any(about.items() <= row.items() for row in measured) or time.monotonic() > deadline:
             continue
         with tempfile.TemporaryDirectory(prefix="zeco-lasp1-") as folder:
             try:
@@ -100,7 +102,9 @@ def _trained(options: argparse.Namespace, models: Sequence[str], strategies: Seq
 
     def measure(own: Sequence[str], folder: Path) -> list[Row]:
         settings = [*own, f"run_dir={folder}/run", *size, "checkpoint.final=false", *options.settings]
-        _start(options.ranks, "zeco_train", "train", *settings)
+        if code := _start(options.ranks, "zeco_train", "train", *settings):
+            # The loss of an earlier step is none of this table's.
+            raise ZecoError(f"no row: the run ended with exit code {code}")
         last = read_metrics(folder / "run" / METRICS_FILE)[-1]
         return [{"step": last["step"], "loss": last["loss"]}]
 
@@ -203,10 +207,10 @@ def _ablate(*, fused: bool, cached: bool) -> None:
     mix._Differentiable.backward = staticmethod(backward)  # type: ignore[assignment, method-assign]
 
 
-def _start(ranks: int, *command: str) -> None:
+def _start(ranks: int, *command: str) -> int:
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
     # A search that was stopped, and a length that does not fit, end with an error; what they have found is written.
-    subprocess.run([sys.executable, "-m", *launcher, *command], check=False)
+    return subprocess.run([sys.executable, "-m", *launcher, *command], check=False).returncode
 
 
 def _rows(out: Path) -> list[Row]:

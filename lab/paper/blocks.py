@@ -30,7 +30,7 @@ from lab.paper import store
 from lab.paper.page import command_of, commit_of, machine_of
 from zeco_train.collectives.chain import CHAIN, best_blocks
 from zeco_train.collectives.cost_model import MEASURED, Link, Load
-from zeco_train.system.command import Parser, docstring
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
 from zeco_train.system.figures import CURVES, label_axes, new_figure, save_figure
 
 BLOCKS = tuple(1 << n for n in range(10))
@@ -108,6 +108,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     save_figure(figure, path)
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
     parser = Parser(

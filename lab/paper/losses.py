@@ -32,7 +32,7 @@ from lab import forked_ranks
 from lab.paper import store
 from lab.paper.unmasked import unmasked_softmax
 from zeco_train import cli
-from zeco_train.system.command import Parser, docstring
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
 from zeco_train.system.files import METRICS_FILE
 from zeco_train.tracking.metrics import read_metrics
 
@@ -121,6 +121,7 @@ def result_file(table: str, size: str, machine: str) -> Path:
     return store.RESULTS / f"paper_{table}{of_size}_{store.in_names(machine)}.json"
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
     parser = Parser(
@@ -148,11 +149,18 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{out}: its rows have --size {stored['size']} --steps {stored['steps']}; choose another --out")
     measured = stored["rows"]
     deadline, code = time.monotonic() + 60 * options.minutes, 0
-    for seed, row in itertools.product(options.seeds, rows(options.table)):
+    modules, layers = options.only, options.layers
+    chosen = [
+        row
+        for row in rows(options.table)
+        if row.module in (modules or [row.module]) and row.layers in (layers or [row.layers])
+    ]
+    if not chosen:
+        parser.error(f"--only {modules} --layers {layers}: no row of {options.table}")
+    for seed, row in itertools.product(options.seeds, chosen):
         about = {"module": row.module, "layers": row.layers, "seed": seed, "ranks": ranks}
-        wanted = row.module in (options.only or [row.module]) and row.layers in (options.layers or [row.layers])
         is_there = any(about.items() <= ({"ranks": 2} | each).items() for each in measured)
-        if not wanted or is_there or time.monotonic() > deadline:
+        if is_there or time.monotonic() > deadline:
             continue
         try:
             measured.append(about | measure(row, options.size, seed, options.steps, ranks, options.seconds))

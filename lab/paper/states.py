@@ -33,7 +33,7 @@ from zeco_train.ops.operator_registry import OPERATORS
 from zeco_train.ops.passes import keeping_states
 from zeco_train.ops.position import SequencePosition
 from zeco_train.sp.exchange import local_exchange
-from zeco_train.system.command import Parser, docstring
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
 
 HEADS, KEY_DIM, VALUE_DIM = 16, 64, 128
 # Passes in a CUDA graph.
@@ -125,6 +125,7 @@ def promised_bytes(tokens: int) -> int:
     return sum(x.nbytes for x in saved)
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
     parser = Parser(

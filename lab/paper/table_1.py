@@ -38,7 +38,7 @@ from zeco_train.bench.session import Session
 from zeco_train.collectives import all_gather, chain, wire
 from zeco_train.lifecycle.end import Advice, Job, run_job
 from zeco_train.ops import attend, mix, seam
-from zeco_train.system.command import Parser, docstring
+from zeco_train.system.command import Parser, docstring, errors_in_a_line
 
 # By the names of `bench attention`; Megatron-SP and Ulysses compute softmax attention, as in the papers.
 VARIANTS = (
@@ -192,6 +192,7 @@ def _most(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: max(row[key] for row in of_ranks) for key in of_ranks[0]}
 
 
+@errors_in_a_line
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit code."""
     parser = Parser(

@@ -112,6 +112,14 @@ def test_what_fitted_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytes
     assert row["note"].endswith(" tokens: error: late")
 
 
+def test_no_length_is_tried_that_the_model_is_not_defined_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake(monkeypatch, lambda run: True)
+    settings = ["model=cosformer_tiny", "dtype=fp32", "device=cpu", "recompute=[none]"]
+    assert run_here(command.main, "longest", *settings, f"out={tmp_path}").code == 0
+    # `model.max_document`.
+    assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["tokens"] == 8192
+
+
 def test_setting_that_has_no_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(config: LongestConfig, run: Config, gpu: str) -> int | None:
         if run.train.recompute is Recompute.none:

@@ -17,7 +17,7 @@ from lab.paper.page import load, page
 from lab.paper.store import in_names
 from lab.paper.unmasked import UnmaskedRing, unmasked_softmax
 from tests.sp.test_operators import found_by
-from tests.support.commands import REPOSITORY
+from tests.support.commands import REPOSITORY, run_here
 from tests.support.distributed import on_ranks
 from tests.support.operator_cases import make, own_tokens
 from tests.support.sp_reference import build_scans
@@ -25,7 +25,6 @@ from zeco_train.collectives.cost_model import Load
 from zeco_train.collectives.scan_registry import SCANS
 from zeco_train.collectives.wire import Wire
 from zeco_train.config.schema import load_config
-from zeco_train.errors import ConfigError
 from zeco_train.ops import mix
 from zeco_train.ops.operator import Operator
 from zeco_train.ops.position import SequencePosition
@@ -74,8 +73,8 @@ def test_rows_of_another_size_or_machine_have_a_file_of_their_own() -> None:
     assert result_file("modules", "tiny", machines[0]).name == "paper_modules_2cpu.json"
     assert result_file("modules", "llama3_1b", machines[2]).name == "paper_modules_llama3_1b_2xh100.json"
     before = result_file("modules", "tiny", machines[0]).read_bytes()
-    with pytest.raises(ConfigError, match="its rows have --size tiny --steps 60; choose another --out"):
-        losses.main(["modules", "--steps", "7"])
+    for wrong, says in (("--steps 7", "its rows have --size tiny --steps 60; choose"), ("--only gsa", "no row")):
+        assert says in run_here(losses.main, "modules", *wrong.split()).errors[0]
     assert result_file("modules", "tiny", machines[0]).read_bytes() == before
 
 

@@ -327,7 +327,7 @@ class LongestConfig(OfModelConfig):
         for name in ("strategies", "recompute", "every"):
             values = getattr(self, name)
             if len(set(values)) < len(values) or (not values and name != "every"):
-                raise ConfigError(name, values, "must be a list of different ones")
+                raise ConfigError(name, [getattr(x, "name", x) for x in values], "must be a list of different ones")
         check_least(self, ranks=1, segments=1, micro_batches=1, unit=1, most=1)
         if self.most < (least := self.unit * self.segments * self.ranks):
             raise ConfigError("most", self.most, f"must be ≥ {least}, one unit of each rank and segment")

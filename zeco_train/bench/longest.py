@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from data.store.writer import StoreWriter
+from models.mixer_registry import longest_document
 from zeco_train.bench.case import Case, Report
 from zeco_train.bench.config import LongestConfig
 from zeco_train.bench.session import Row, Session
@@ -180,7 +181,8 @@ def _search(trials: Trials, planned: int | None, report: Report) -> Row:
         return is_trained
 
     try:
-        found = unit * largest(fits, (planned or 0) // unit, config.most // unit, config.precision)
+        most = min(config.most, longest_document(run.model) or config.most)
+        found = unit * largest(fits, (planned or 0) // unit, most // unit, config.precision)
     except FailedTrialError as error:
         row["note"] = f"at least; stopped by {error}" if (found := trials.longest.get("seq_len", 0)) else str(error)
     last = {name: trials.longest.get(name) for name in ("memory_gb", "tokens_per_second")}
