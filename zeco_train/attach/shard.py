@@ -20,14 +20,7 @@ _BY_TOKEN = ("input_ids", "inputs_embeds")
 # Borders of documents.
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 # What is read here, and need not reach the model.
-_READ = (
-    *_BORDERS,
-    "attention_mask",
-    "labels",
-    "max_length_k",
-    "max_length_q",
-    "seq_idx",
-)
+_READ = (*_BORDERS, "attention_mask", "labels", "max_length_k", "max_length_q", "seq_idx")
 _KEPT = (
     "num_items_in_batch",
     "output_hidden_states",
