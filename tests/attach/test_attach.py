@@ -24,6 +24,7 @@ from tests.support.distributed import on_ranks, run_distributed
 from zeco_train.attach import AttachError, attach, verify
 from zeco_train.attach import attached as attached_module
 from zeco_train.attach.inline import _REPLACED, digest_of
+from zeco_train.attach.layers import find_layers
 from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.proof import prove
 from zeco_train.attach.trainers import of_slice
@@ -74,11 +75,19 @@ def test_a_class_of_each_mechanism_is_exact(rank: int, size: int) -> None:
 def test_whole_rows_methods_and_balancing_losses(rank: int, size: int) -> None:
     attach_models.hide_fla()
     for kind, changes in (MECHANISMS[name] for name in list(MECHANISMS)[:2]):
-        check(kind, lambda kind=kind, changes=changes: build(kind, **changes), padding=TOKENS - 60)
+        check(kind, lambda kind=kind, changes=changes: derived(build(kind, **changes)), padding=TOKENS - 60)
     for attention in ("ring", "ulysses", "all_gather"):
         check(attention, lambda: build("qwen3", num_hidden_layers=1), attention=attention)
     dropped = compare(lambda: build("mamba2"), [make_batch(1, 40)], prepare=attach_models.drop_a_state)
     assert dropped.gradient > 1e-3
+
+
+def derived(model: nn.Module) -> nn.Module:
+    """The layers as classes of a user, which call the forward functions of their bases."""
+    for kind, module in [(type(layer.module), layer.module) for layer in find_layers(model)]:
+        forward = {"forward": lambda self, *args, kind=kind, **kwargs: kind.forward(self, *args, **kwargs)}
+        module.__class__ = type("Own", (kind,), forward)
+    return model
 
 
 @on_ranks(2)
@@ -243,6 +252,7 @@ def test_modules_of_a_user_and_parameters_that_differ_are_refused_by_name(rank: 
     for line in (
         "F.scaled_dot_product_attention(x, x, x)",
         "(x @ x.mT).softmax(-1) @ x",
+        "torch.nn.Softmax(-1)(x @ x.mT) @ x",
         "x.cumsum(1)",
         "F.conv1d(x, x)",
         "flex_attention(x, x, x)",
@@ -250,12 +260,23 @@ def test_modules_of_a_user_and_parameters_that_differ_are_refused_by_name(rank: 
         model.transformer.h[1].mlp = own_kind(line)()
         with pytest.raises(AttachError, match=r"^transformer\.h\.1\.mlp \(Own\): "):
             attach(model)
+    model.transformer.h[1].mlp = nn.Sequential(own_kind("x.mT")(), nn.BatchNorm1d(32).double(), own_kind("x.mT")())
+    attached = attach(model)
+    with pytest.raises(AttachError, match=r"^transformer\.h\.1\.mlp\.1 \(BatchNorm1d\): mixes tokens"):
+        model(**attached.shard(make_batch(1, 8)))
+    attached.detach()
+    with pytest.raises(AttachError, match=r"\(Own\): its code"):
+        attach(derived(build("minimax", num_hidden_layers=2)))
     model.transformer.h[1].mlp = mlp
     right = mlp.c_fc.bias.data.clone()
     mlp.c_fc.bias.data[0] += rank
     with pytest.raises(AttachError, match=r"^transformer\.h\.1\.mlp\.c_fc\.bias: differs between ranks 0 and 1"):
         attach(model)
     mlp.c_fc.bias.data.copy_(right)
+    mlp.c_fc.bias.requires_grad_(rank == 0)
+    with pytest.raises(AttachError, match=r"^transformer\.h\.1\.mlp\.c_fc\.bias: differs"):
+        attach(model)
+    mlp.c_fc.bias.requires_grad_()
     # An error in the middle leaves nothing behind.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attached_module, "register", lambda: 1 // 0)
@@ -327,13 +348,8 @@ def test_gradients_are_added_up_and_none_is_made_where_no_rank_has_one(rank: int
     assert all(bool((x.grad == 3.0).all()) for x in (first, *others[1:], last))
 
 
-TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "pad_token_id": 0,
-}
+TINY = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2)
+TINY |= {"vocab_size": VOCABULARY, "hidden_size": 16, "pad_token_id": 0}
 # Classes that would be wrong, and what the message names: at `attach`, or at the first call.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("MambaForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}, "MambaMixer"),
@@ -418,6 +434,8 @@ def test_batches_and_arguments_that_would_be_wrong_are_refused_by_name(rank: int
         attach(model)
     with attached.off(), pytest.raises(AttachError, match=r"^detach"):
         attached.detach()
+    with attached.off(), pytest.raises(AttachError, match=r"^sequence_position"):
+        model(**part)
     with pytest.raises(AttachError, match=r"^input_ids"):
         attached.audit({"labels": ids})
     with pytest.raises(AttachError, match=r"^input_ids"):
@@ -470,20 +488,20 @@ def test_compiled_models_take_other_documents_and_lengths_without_compiling_agai
 
 
 def test_audit_finds_a_module_that_mixes_tokens_unseen() -> None:
-    mixing = nn.Sequential(nn.Linear(8, 8), Later(), nn.Linear(8, 8))
+    mixing = nn.Sequential(nn.Linear(8, 8), Centered(), nn.Linear(8, 8))
     model = Embedded(mixing)
     batch = {"input_ids": torch.arange(20)[None]}
     from zeco_train.attach.audit import audit_modules
 
     assert audit_modules(model, batch, [mixing[1]]) == []
-    assert audit_modules(model, batch, []) == ["layers.1 (Later)"]
+    assert audit_modules(model, batch, []) == ["layers.1 (Centered)"]
 
 
-class Later(nn.Module):
-    """Adds the token before."""
+class Centered(nn.Module):
+    """Subtracts the mean of all tokens, which is that of any order of them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + x.roll(1, 1)
+        return x - x.mean(1, keepdim=True)
 
 
 class Embedded(nn.Module):

@@ -58,6 +58,7 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
+        ("num_processes", {"num_processes": 2}),
         ("average_tokens_across_devices", {"args": {"average_tokens_across_devices": False}}),
         ("label_smoothing_factor", {"args": {"label_smoothing_factor": 0.1}}),
         ("model", {"model_accepts_loss_kwargs": False}),
@@ -67,9 +68,11 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
         ("parallelism_config", {"parallelism_config": object()}),
     ],
 )
-def test_settings_that_would_change_the_loss_are_refused(field: str, changes: dict[str, Any]) -> None:
+@on_ranks(1)
+def test_settings_that_would_change_the_loss_are_refused(rank: int, size: int, field: str, changes: Any) -> None:
     args = {"average_tokens_across_devices": True, "label_smoothing_factor": 0.0, **changes.pop("args", {})}
     accelerator = SimpleNamespace(parallelism_config=changes.pop("parallelism_config", None))
+    accelerator.num_processes = changes.pop("num_processes", 1)
     own = {"model_accepts_loss_kwargs": True, "compute_loss_func": None, "compute_metrics": None}
     trainer = SimpleNamespace(args=SimpleNamespace(**args), accelerator=accelerator, **{**own, **changes})
     with pytest.raises(AttachError, match=f"^{field}: must"):

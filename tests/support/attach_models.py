@@ -51,19 +51,8 @@ class Model:
 _WIDTHS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
-_MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 12,
-    "mamba_chunk_size": 16,
-}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 MODELS: dict[str, Model] = {

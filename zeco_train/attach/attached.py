@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from zeco_train.attach.audit import audit_modules
 from zeco_train.attach.forward import AttachError, Checkpoint, Frame, Layer, Pass, current, pop, push
 from zeco_train.attach.inline import inline_of
-from zeco_train.attach.layers import MIXING_MODULES, find_layers, forward_of, names_of
+from zeco_train.attach.layers import MIXING_MODULES, find_layers, names_of, spaces_of
 from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.losses import LOSSES, check_labels, check_losses, redirect_loss
 from zeco_train.attach.shard import POSITION, Documents, checksum, cut
@@ -110,8 +110,8 @@ class Attached:
         self._check()
         self._over = GroupExchange(SPConfig(attention=attention), group, timeout, halo=True)
         self.group, self.rank, self.size = self._over.group, self._over.rank, self._over.size
-        parameters = {n: (tuple(x.shape), _checksum(x)) for n, x in self.model.named_parameters()}
-        self._compare(parameters, "load the same on all")
+        kept = {n: (tuple(x.shape), _checksum(x), x.requires_grad) for n, x in model.named_parameters()}
+        self._compare(kept, "load and freeze the same on all")
         self._undo: list[Callable[[], None]] = []
         self._is_random = any(random_settings(module) for module in model.modules())
         # Of configurations, as they were, and those of an attached model while it is off.
@@ -257,10 +257,9 @@ class Attached:
         self._undo.append(module.register_forward_hook(after, always_call=True).remove)
 
     def _redirect(self, module: nn.Module, answers: Mapping[str, Callable[..., Any]], *, in_layer: bool) -> None:
-        function = forward_of(module)
-        space = getattr(function, "__globals__", {})
-        for name in names_of(module) & answers.keys() & space.keys():
-            self._undo.append(_install(space, name, answers[name], in_layer))
+        for space in spaces_of(module):
+            for name in names_of(module, with_bases=True) & answers.keys() & space.keys():
+                self._undo.append(_install(space, name, answers[name], in_layer))
 
     def _replace(self, module: nn.Module, replacement: Callable[..., Any]) -> None:
         # Bound to the module, and so by a deep copy to its copy.
@@ -276,12 +275,12 @@ class Attached:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Before the model's own forward function: the pass begins.
-        if self._blocks:
-            return None
         kwargs = dict(kwargs)
         position = kwargs.pop(POSITION, None)
-        if position is None:
-            raise AttachError(f"{POSITION}: the batch was not cut; call `shard`, or the model within `off()`")
+        if bool(self._blocks) == (position is not None):
+            raise AttachError(f"{POSITION}: pass what `shard` gives, or whole sequences within `off()`")
+        if self._blocks:
+            return None
         for name, remedy in _REFUSED.items():
             value = kwargs.get(name)
             if value is not None and not (isinstance(value, int) and value == 0):

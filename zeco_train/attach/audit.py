@@ -1,4 +1,4 @@
-"""Which modules mix tokens beside the attached layers: each is called again with its tokens in another order."""
+"""Which modules mix tokens beside the attached layers: each is called again with others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _LONGEST = 61
 def audit_modules(model: nn.Module, batch: Mapping[str, Any], attached: Sequence[nn.Module]) -> list[str]:
     """Call the model on the first row of a batch, without gradients; the modules that mix tokens, by name and class.
 
-    A module that works token by token gives its outputs in the order of its inputs. What a module of `attached` does in
-    its own code is not seen, nor what the modules around it do, only what they call.
+    Each is called again with the tokens of the first half, each twice, which changes a mean over tokens, as another
+    order would not. What works token by token gives the outputs of these, each twice. What a module of `attached` does
+    in its own code is not seen, nor what the modules around it do, only what they call.
     """
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
@@ -72,7 +73,7 @@ def _length(model: nn.Module, tokens: int) -> int:
 def _moved(x: Any, length: int) -> Any:
     if isinstance(x, Tensor):
         dims = [dim for dim, size in enumerate(x.shape) if size == length]
-        return x.flip(dims[0]) if dims else x
+        return x.index_select(dims[0], torch.arange(length, device=x.device) // 2) if dims else x
     if isinstance(x, tuple | list):
         return type(x)(_moved(part, length) for part in x)
     return {key: _moved(part, length) for key, part in x.items()} if isinstance(x, dict) else x

@@ -76,7 +76,8 @@ _REPLACED: dict[tuple[str, str], tuple[str, Callable[..., Any]]] = {
 def inline_of(layer: Layer) -> Callable[..., Any] | None:
     """What replaces the forward function of a layer with known code of its own. Raises AttachError if that changed."""
     kind = class_of(layer.module)
-    digest, replacement = _REPLACED.get((kind.__module__.partition(".")[0], kind.__name__), (None, None))
+    keys = ((base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__)
+    digest, replacement = next((_REPLACED[key] for key in keys if key in _REPLACED), (None, None))
     if replacement is not None and digest_of(kind) != digest:
         raise layer.error("its code has changed: what replaces its forward function was written for another text")
     return replacement

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -35,18 +36,29 @@ _BY_TOKEN = ("fla.ops.attnres", "fla.ops.utils")
 # Packages whose modules work token by token, but for `MIXING_MODULES`.
 _TRUSTED = ("torch.", "peft.")
 # Modules that mix tokens when they are called; a layer may own one for its weights only.
-MIXING_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
+MIXING_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._NormBase)
 
 
-def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The function that the class of a module was written with, below decorators."""
-    return inspect.unwrap(class_of(module).forward)
+def spaces_of(module: nn.Module) -> list[dict[str, Any]]:
+    """The globals of the forward functions of a module's class, and of those that they may call in its bases."""
+    return [getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in _kinds(class_of(module))]
 
 
-def names_of(module: nn.Module) -> frozenset[str]:
-    """The names that the forward function of a module uses, and those of its own methods and module that it calls."""
+def _kinds(kind: Any) -> Iterator[Any]:
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            yield base
+            if not _names(base) & {"super", "forward"}:
+                return
+
+
+def names_of(module: nn.Module, *, with_bases: bool = False) -> frozenset[str]:
+    """The names that the forward function of a module uses, and those of its own methods and module that it calls.
+
+    `with_bases` adds those of the forward functions that it may call in the bases of its class.
+    """
     owner: Any = class_of(module)
-    return _names(owner)
+    return _names(owner).union(*map(_names, _kinds(owner) if with_bases else ()))
 
 
 @functools.cache
@@ -86,7 +98,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
     for name, module in model.named_modules():
         if class_of(module).__module__.startswith(_TRUSTED):
             continue
-        names = names_of(module)
+        names = names_of(module, with_bases=True)
         layer = Layer(name, module, "softmax" if REGISTRY in names else "linear")
         if REGISTRY in names and getattr(module, "is_causal", True) is False:
             raise layer.error("is not causal")
@@ -105,7 +117,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 def _unknown_call(module: nn.Module, names: frozenset[str]) -> str | None:
     if class_of(module).__name__.endswith("Indexer"):
         return "selects the keys that queries read, from one rank's"
-    space = getattr(forward_of(module), "__globals__", {})
+    space = ChainMap(*spaces_of(module))
     for name in sorted(names - REPLACEMENTS.keys() - _STEPS):
         place = str(getattr(space.get(name), "__module__", ""))
         is_operator = place.startswith("fla.ops.") and not place.startswith(_BY_TOKEN) and callable(space[name])
@@ -116,7 +128,7 @@ def _unknown_call(module: nn.Module, names: frozenset[str]) -> str | None:
 
 def _own_mixing(module: nn.Module, names: frozenset[str]) -> str | None:
     is_of_library = class_of(module).__module__.startswith(("transformers.", "fla."))
-    if names & _ATTENTIONS or ("softmax" in names and names & (_PRODUCTS - {"@"} if is_of_library else _PRODUCTS)):
+    if names & _ATTENTIONS or (names & {"Softmax", "softmax"} and names & _PRODUCTS - {"@" if is_of_library else ""}):
         return "computes attention in its own code, not by the registry of attention functions"
     return None if is_of_library or not names & _MIXING else f"may mix tokens by {min(names & _MIXING)} in its own code"
 

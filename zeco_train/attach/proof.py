@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeco_train.attach.attached import Attached, attach, random_settings
 from zeco_train.attach.forward import AttachError
-from zeco_train.attach.layers import forward_of, has_kernel
+from zeco_train.attach.layers import has_kernel, spaces_of
 from zeco_train.attach.linear import REPLACEMENTS
 from zeco_train.attach.shard import POSITION
 from zeco_train.errors import ZecoError
@@ -264,15 +264,9 @@ class _Wide(TorchFunctionMode):
 
 @dataclass
 class _Run:
-    """Results of one kind of pass on this rank.
-
-    Attributes:
-        outputs: by module and call, of this rank's tokens, in the order in which the modules end.
-        loss: [] fp64, of the whole batch.
-        gradients: of the whole batch.
-    """
-
+    # Of one kind of pass. By module and call, of this rank's tokens, in the order in which the modules end.
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    # [] fp64, of the whole batch, as the gradients are.
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -475,8 +469,7 @@ def _in_pytorch(model: nn.Module) -> Iterator[None]:
     Such kernels run on no CPU and know no fp64; in the model's dtype, too, they would round differently.
     """
     with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            space = getattr(forward_of(module), "__globals__", {})
+        for space in (space for module in model.modules() for space in spaces_of(module)):
             for name in REPLACEMENTS.keys() & space.keys():
                 found = before = space[name]
                 while hasattr(found, "__wrapped__") and not has_kernel(found):
