@@ -85,18 +85,9 @@ def _format(
     ratio: int = 4,
     **names: Any,
 ) -> ModelFormat:
-    """A class whose keys are mostly named as our fields.
-
-    Args:
-        model_type, architecture, mixer, names: see `ModelFormat`.
-        values: the keys, with fla's defaults.
-        only: keys of which one value is supported, with what others mean.
-        written: keys of `only` that an export writes.
-        optional: keys that may be null, which is their default, with the types of other values.
-        read: (config.json, fields of `values`) → the other fields.
-        write: configuration → the other keys.
-        layers, ratio: defaults of `num_hidden_layers` and `hidden_ratio`.
-    """
+    # Of a class whose keys are mostly named as our fields. `values` are the keys, with fla's defaults; of those in
+    # `only` one value is supported, an export writes the `written` ones; `optional` ones may be null, which is their
+    # default. `read` gives the other fields, `write` the other keys, `names` what else `ModelFormat` takes.
 
     def read_all(keys: Keys) -> dict[str, Any]:
         keys.only(only)

@@ -155,7 +155,6 @@ def _eager(config: LanguageModelConfig, setting: Setting, recompute: Recompute) 
 
 
 def _prepare(config: LanguageModelConfig, setting: Setting, recompute: Recompute) -> tuple[Block, Tensor, Any]:
-    """A block, its input, and a call of it."""
     with torch.device("meta"):
         block = Block(config, LAYERS[setting.mixer], setting.layer)
         cast(block, setting.dtype)
@@ -231,7 +230,6 @@ def without_launches() -> Iterator[None]:
 
 
 def _import_kernels() -> None:
-    """Import them where Triton is missing."""
     triton: Any = types.ModuleType("triton")
     language: Any = types.ModuleType("triton.language")
     triton.jit, triton.knobs, triton.language = _NoKernel(), _NoKernel(), language
