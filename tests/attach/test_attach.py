@@ -46,10 +46,7 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "a decay a channel, narrow values": ("kimi_linear", QWEN | {"mlp_layer_types": ["dense", "sparse", "dense"]}),
     "own code": ("minimax", {"num_hidden_layers": 2}),
     "convolutions only": ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
-    "a window, over several ranks": (
-        "qwen3_window",
-        {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2},
-    ),
+    "windows over ranks": ("qwen3_window", {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}),
     "learned positions": ("gpt2", {}),
 }
 

@@ -61,6 +61,7 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
         ("num_processes", {"num_processes": 2}),
         ("average_tokens_across_devices", {"args": {"average_tokens_across_devices": False}}),
         ("label_smoothing_factor", {"args": {"label_smoothing_factor": 0.1}}),
+        ("neftune_noise_alpha", {"args": {"neftune_noise_alpha": 5.0}}),
         ("model", {"model_accepts_loss_kwargs": False}),
         ("compute_loss_func", {"compute_loss_func": print}),
         ("compute_metrics", {"compute_metrics": print}),
@@ -70,7 +71,8 @@ def test_ranks_of_a_sequence_read_the_same_rows_and_count_labels_of_all(rank: in
 )
 @on_ranks(1)
 def test_settings_that_would_change_the_loss_are_refused(rank: int, size: int, field: str, changes: Any) -> None:
-    args = {"average_tokens_across_devices": True, "label_smoothing_factor": 0.0, **changes.pop("args", {})}
+    args = {"average_tokens_across_devices": True, **dict.fromkeys(("label_smoothing_factor", "neftune_noise_alpha"))}
+    args |= changes.pop("args", {})
     accelerator = SimpleNamespace(parallelism_config=changes.pop("parallelism_config", None))
     accelerator.num_processes = changes.pop("num_processes", 1)
     own = {"model_accepts_loss_kwargs": True, "compute_loss_func": None, "compute_metrics": None}

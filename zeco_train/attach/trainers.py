@@ -79,6 +79,7 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
         "num_processes": (accelerator.num_processes != dist.get_world_size(), "must be all; on CPUs, set use_cpu=True"),
         "average_tokens_across_devices": (not args.average_tokens_across_devices, "must be true: each rank has a part"),
         "label_smoothing_factor": (args.label_smoothing_factor, "must be 0: it would shift the labels within a slice"),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "must be None: the noise is larger in a shorter slice"),
         "model": (not trainer.model_accepts_loss_kwargs, "must take num_items_in_batch, so that ranks' losses add up"),
         "compute_metrics": (trainer.compute_metrics, "must be None: a rank has logits of its own tokens"),
         # TRL computes it of a rank's own tokens.
