@@ -1,11 +1,10 @@
 """Question: what do LASP-1's tables that need GPUs give here: strategies, kernel fusion and state cache, lengths?
 Command: python -m lab.lasp1 losses|mixers|ablation|longest|memory [--ranks N] [--only VALUE …] [--out FILE]
     [KEY=VALUE …]
-Date: 2026-11-28, `losses` with 20 steps of 2,048 tokens on 2 × H100, `longest` with DDP on 1 and 2 × H200, half of
-    `ablation` on 2 × H200; the others tiny, on 2 CPU ranks
-Answer: all strategies have one loss, with LASP-1 and without, but for one in the sixth digit. The planned lengths
-    train, and a tenth more does not, with DDP on one GPU and on two; fused and with the cache training is twice as fast
-    as with neither; docs/papers.md. The others: open.
+Date: 2026-11-28, on 1 and 2 × H200 (`losses` on 2 × H100), but for rows that docs/papers.md says are not measured
+Answer: docs/papers.md. All strategies have one loss, with LASP-1 and without; RetNet's rounding grows too fast to say.
+    The planned lengths train, and a tenth more does not; with recomputation 0.91 of the planned one did. Fused and with
+    the cache training is twice as fast as with neither.
 
     losses     Table 2: the last loss of every strategy, with whole sequences on each rank and with LASP-1's ring, of
                Lightning Attention (the paper's TNL) and plain linear attention; one global batch for all

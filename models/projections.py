@@ -166,7 +166,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _backward(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     if len(weights) == 1 and not (ctx.aside or any(ctx.in_fp8)):
-        # Two ops: x, of a recomputed block's last layer, is freed before dx is made, which is as large.
+        # Two ops: compiled, x of a recomputed block's last layer is freed before dx is made, which is as large.
         dweight = weight_grad(dys[0], x)
         return _product_after(dys[0], weights[0], dweight), [dweight], None, [], None, None
     dx, *dweights = _parallel_linear_backward(dys, x, weights, ctx.in_fp8, ctx.aside)

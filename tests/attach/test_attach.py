@@ -264,6 +264,13 @@ def test_modules_of_a_user_and_parameters_that_differ_are_refused_by_name(rank: 
     attached.detach()
     with pytest.raises(AttachError, match=r"\(Own\): its code"):
         attach(derived(build("minimax", num_hidden_layers=2)))
+    shifting: Any = build("qwen3", num_hidden_layers=1)
+    kind = type(shifting.model.layers[0].self_attn)
+    space = {"kind": kind}
+    exec("def forward(self, x, **kwargs):\n    return kind.forward(self, x + x.cumsum(1), **kwargs)", space)
+    shifting.model.layers[0].self_attn.__class__ = type("Own", (kind,), {**space, "__module__": "of_a_user"})
+    with pytest.raises(AttachError, match=r"self_attn \(Own\): may mix tokens by cumsum"):
+        attach(shifting)
     model.transformer.h[1].mlp = mlp
     right = mlp.c_fc.bias.data.clone()
     mlp.c_fc.bias.data[0] += rank

@@ -65,7 +65,7 @@ def test_commit_of_surrounding_repository_is_not_recorded(
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process that may use 12 cores, whose user has set nothing."""
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "LOCAL_WORLD_SIZE")
-    for name in (*names, "TORCHELASTIC_RUN_ID", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in (*names, "TORCHELASTIC_RUN_ID", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "WORLD_SIZE"):
         # Set first, so that what the function sets is gone after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -103,9 +103,11 @@ def test_ranks_divide_the_cores_that_they_may_use(variables: pytest.MonkeyPatch,
 def test_settings_of_the_user_stay(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("OMP_NUM_THREADS", "3")
     variables.setenv("GOMP_SPINCOUNT", "7")
-    variables.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
-    assert chosen() == ("3", None)
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    for name, value in (("PYTORCH_CUDA_ALLOC_CONF", "backend:native"), ("WORLD_SIZE", "2")):
+        variables.setenv(name, value)
+        assert chosen() == ("3", None)
+        assert "PYTORCH_ALLOC_CONF" not in os.environ
+        variables.delenv(name)
 
 
 @pytest.mark.parametrize(("own", "threads"), [({}, "6"), ({"OMP_NUM_THREADS": "1"}, "1")])

@@ -168,6 +168,7 @@ def test_projections_pass_opcheck() -> None:
         inputs = x.clone().requires_grad_(), leaves, in_fp8, rounded, True, False
         opcheck(torch.ops.zeco.parallel_linear.default, inputs, test_utils=tests)
         opcheck(torch.ops.zeco.parallel_linear_backward.default, (dys, x, weights, in_fp8, False))
+    opcheck(torch.ops.zeco.product_after.default, (dys[0], weights[0], weights[0]))
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]  # the fourth compares outputs, NaN here
     for is_fp8 in (False, True):
         inputs = x.clone().requires_grad_(), leaves[:1], [is_fp8], [], False, False

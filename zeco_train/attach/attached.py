@@ -258,7 +258,7 @@ class Attached:
 
     def _redirect(self, module: nn.Module, answers: Mapping[str, Callable[..., Any]], *, in_layer: bool) -> None:
         for space in spaces_of(module):
-            for name in names_of(module, with_bases=True) & answers.keys() & space.keys():
+            for name in names_of(module) & answers.keys() & space.keys():
                 self._undo.append(_install(space, name, answers[name], in_layer))
 
     def _replace(self, module: nn.Module, replacement: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which modules mix tokens beside the attached layers: each is called again with others."""
+"""Which modules mix tokens beside the attached layers: each is called again with other tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def audit_modules(model: nn.Module, batch: Mapping[str, Any], attached: Sequence
     """Call the model on the first row of a batch, without gradients; the modules that mix tokens, by name and class.
 
     Each is called again with the tokens of the first half, each twice, which changes a mean over tokens, as another
-    order would not. What works token by token gives the outputs of these, each twice. What a module of `attached` does
-    in its own code is not seen, nor what the modules around it do, only what they call.
+    order would not. What works token by token gives the outputs of these, each twice; a result without a dimension of
+    the tokens, as a loss of a router, is not compared. What a module of `attached` does in its own code is not seen,
+    nor what the modules around it do, only what they call. Raises AttachError for a batch of fewer than 3 tokens.
     """
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
         raise AttachError("input_ids: missing, and inputs_embeds, too")
-    length = _length(model, tokens.shape[1])
+    if (length := _length(model, tokens.shape[1])) < 3:
+        raise AttachError(f"input_ids: {tokens.shape[1]} tokens; an audit takes a sequence of more, at least 3")
     name = "input_ids" if "input_ids" in batch else "inputs_embeds"
     around = {module for module in model.modules() if {*module.modules()} & {*attached}}
     found: dict[nn.Module, str] = {}
@@ -42,7 +44,7 @@ def audit_modules(model: nn.Module, batch: Mapping[str, Any], attached: Sequence
                 again[0] = False
             pairs = zip(_tensors(_moved(output, length)), _tensors(other), strict=False)
             # Not also the modules around one that mixes.
-            if not all(_equal(x, y) for x, y in pairs) and not found.keys() & {*module.modules()}:
+            if not all(_equal(x, y) for x, y in pairs if length in x.shape) and not found.keys() & {*module.modules()}:
                 found[module] = f"{name} ({type(module).__name__})"
 
         return hook

@@ -52,13 +52,13 @@ def _kinds(kind: Any) -> Iterator[Any]:
                 return
 
 
-def names_of(module: nn.Module, *, with_bases: bool = False) -> frozenset[str]:
+def names_of(module: nn.Module) -> frozenset[str]:
     """The names that the forward function of a module uses, and those of its own methods and module that it calls.
 
-    `with_bases` adds those of the forward functions that it may call in the bases of its class.
+    Also those of the forward functions that it may call in the bases of its class.
     """
     owner: Any = class_of(module)
-    return _names(owner).union(*map(_names, _kinds(owner) if with_bases else ()))
+    return _names(owner).union(*map(_names, _kinds(owner)))
 
 
 @functools.cache
@@ -98,16 +98,15 @@ def find_layers(model: nn.Module) -> list[Layer]:
     for name, module in model.named_modules():
         if class_of(module).__module__.startswith(_TRUSTED):
             continue
-        names = names_of(module, with_bases=True)
+        names = names_of(module)
         layer = Layer(name, module, "softmax" if REGISTRY in names else "linear")
         if REGISTRY in names and getattr(module, "is_causal", True) is False:
             raise layer.error("is not causal")
-        is_known = bool(names & {REGISTRY, *REPLACEMENTS})
         if inline_of(layer) is not None:
             found.append(layer)
-        elif problem := _unknown_call(module, names) or (None if is_known else _own_mixing(module, names)):
+        elif problem := _unknown_call(module, names) or _own_mixing(class_of(module)):
             raise layer.error(problem)
-        elif is_known:
+        elif names & {REGISTRY, *REPLACEMENTS}:
             found.append(layer)
     if not found:
         raise AttachError(f"{type(model).__name__}: has no layer that is known to mix tokens")
@@ -126,11 +125,19 @@ def _unknown_call(module: nn.Module, names: frozenset[str]) -> str | None:
     return None
 
 
-def _own_mixing(module: nn.Module, names: frozenset[str]) -> str | None:
-    is_of_library = class_of(module).__module__.startswith(("transformers.", "fla."))
-    if names & _ATTENTIONS or (names & {"Softmax", "softmax"} and names & _PRODUCTS - {"@" if is_of_library else ""}):
-        return "computes attention in its own code, not by the registry of attention functions"
-    return None if is_of_library or not names & _MIXING else f"may mix tokens by {min(names & _MIXING)} in its own code"
+def _own_mixing(owner: Any) -> str | None:
+    # Each class by itself: what a user's adds to its base is checked, a known layer is not.
+    is_more = any(isinstance(x, FunctionType) for x in vars(owner).values())
+    for kind in dict.fromkeys([*[owner] * is_more, *_kinds(owner)]):
+        names, is_of_library = _names(kind), kind.__module__.startswith(("transformers.", "fla."))
+        if names & {REGISTRY, *REPLACEMENTS}:
+            continue
+        products = _PRODUCTS - {"@" if is_of_library else ""}
+        if names & _ATTENTIONS or (names & {"Softmax", "softmax"} and names & products):
+            return "computes attention in its own code, not by the registry of attention functions"
+        if names & _MIXING and not is_of_library:
+            return f"may mix tokens by {min(names & _MIXING)} in its own code"
+    return None
 
 
 def has_kernel(thing: Any) -> bool:

@@ -199,7 +199,8 @@ class SymmetricScans:
             if is_capturing(state.device):
                 raise RuntimeError(
                     "a scan has to run once before it is captured into a CUDA graph, and none like this one has: "
-                    f"{wire.operation}, {list(state.shape)}, {state.dtype}, {blocks=}, {has_carry=}, {want_carry=}"
+                    f"{wire.operation}, {list(state.shape)}, {state.dtype}, {kind=}, {blocks=}, {has_carry=}, "
+                    f"{want_carry=}"
                 )
             self._worker.check()  # peers may be gone
             with torch.cuda.device_of(state):

@@ -165,7 +165,7 @@ class PlannedCase:
 
     @property
     def link(self) -> Link:
-        """Link of the ranks' messages; symmetric memory is All-Scan's alone."""
+        """Link of the ranks' messages; in symmetric memory there are scans and halos only."""
         if self.machine.is_cpu:
             return Link.gloo
         return Link.nccl if self.topology.nodes == 1 else Link.nccl_across_nodes

@@ -8,7 +8,7 @@ optimizer     bytes of norm, clipping and update, its products, and FSDP's copie
 parameters    FSDP's first gathers and last reductions; the others' cost to compute, or what no compute hides of them
 scans         what exceeds the overlapped work, by the cost model of `zeco_train.collectives`
 exchanges     messages of softmax layers, less the attention that overlaps with them
-halos         messages of convolutions' inputs to the next rank, without overlap
+halos         last inputs of convolutions, to the next rank, without overlap
 gaps          idle time between kernels; launch-bound time; synchronisation of a step
 """
 

@@ -117,7 +117,9 @@ def choose_variables() -> None:
     """
     # Else optimizer states of the first step split the memory that its activations have freed: of 662,528 tokens of
     # `lightning_1b` with recompute=full on an H200, 16 GB more are reserved than allocated, and the second step fails.
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+    # Not with NCCL, which registers buffers of captured collectives, and up to 2.28 may not map such ones; nor in WSL.
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1" and "microsoft" not in os.uname().release.lower()
+    if is_alone and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # GNU OpenMP's threads spin at the end of every operation. Beside any other process that takes the time of the very
     # threads that they wait for.

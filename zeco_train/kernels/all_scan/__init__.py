@@ -12,8 +12,8 @@ memory. The protocol is correct for any delay of any rank and of any of its CTAs
 - The positions of data and flags are fixed by the arena, for any shape or number of CTAs (collectives/symmetric.py).
 - CTA c of a rank waits only for CTAs c of other ranks (for `chain`'s credit: for CTA 0), all of which run or have run:
   they are few, and launched in order. In `chain` a fold by a matrix also waits for other CTAs of the rank before, which
-  send parts of its operand. A CTA waits for a carry only once all CTAs of its rank have started, so that it keeps none
-  from starting.
+  send parts of its operand. A CTA waits for a carry, or for a state that is received after its own is sent, only once
+  all CTAs of its rank have started, so that it keeps none from starting.
 - Every wait is bounded: after `limit` nanoseconds the CTA reports the wait to the host, sets the arena's failure word,
   outputs NaN, and raises no further flag. Later kernels of the arena find the word set and do the same.
 
