@@ -161,6 +161,7 @@ def test_torchrun_restarts_killed_ranks(tmp_path: Path) -> None:
     restarts = ("--standalone", "--max-restarts", "1")
     with torchrun(2, tmp_path, *settings, fault=NONE, launcher_options=restarts) as job:
         wait_for_steps(job, tmp_path, 2)
+        job.wait_until(lambda: saved_steps(tmp_path), "checkpoint")
         os.kill(job.ranks()[0], signal.SIGKILL)
         job.wait_until(lambda: "from step " in job.out, "restart")
         done = steps_done(tmp_path)
