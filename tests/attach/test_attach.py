@@ -502,7 +502,7 @@ def test_audit_finds_a_module_that_mixes_tokens_unseen() -> None:
 
 
 class Centered(nn.Module):
-    """Subtracts the mean of all tokens, which is that of any order of them."""
+    """Subtracts the mean over tokens, which their order does not change."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(1, keepdim=True)

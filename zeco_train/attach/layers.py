@@ -53,9 +53,9 @@ def _kinds(kind: Any) -> Iterator[Any]:
 
 
 def names_of(module: nn.Module) -> frozenset[str]:
-    """The names that the forward function of a module uses, and those of its own methods and module that it calls.
+    """The names in the code of a module's forward function and of what it calls.
 
-    Also those of the forward functions that it may call in the bases of its class.
+    That is methods of its own, functions of its file, and forward functions of its base classes.
     """
     owner: Any = class_of(module)
     return _names(owner).union(*map(_names, _kinds(owner)))

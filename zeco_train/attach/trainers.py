@@ -75,7 +75,7 @@ def prepare_trainer(trainer: Any, attached: Attached) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     refused = {
-        # Without a GPU, accelerate takes each process for the only one, unless it is told to use CPUs.
+        # Without GPUs, accelerate joins the processes only with use_cpu=True; else each trains alone.
         "num_processes": (accelerator.num_processes != dist.get_world_size(), "must be all; on CPUs, set use_cpu=True"),
         "average_tokens_across_devices": (not args.average_tokens_across_devices, "must be true: each rank has a part"),
         "label_smoothing_factor": (args.label_smoothing_factor, "must be 0: it would shift the labels within a slice"),

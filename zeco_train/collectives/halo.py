@@ -8,8 +8,8 @@ fewer tokens than the state has rows passes on some rows of the rank before. Eac
 `ScanRequest.cuts`: the messages are the same either way, so ranks need not know each other's tokens.
 
 On the wire: each rank but the last sends one state of S bytes, in one message. One round, α + βS however many ranks
-there are, and one more for each such rank in a row; `carry_out` adds a broadcast of S from the last rank. The kernel is
-that of `chain`, in which a rank decides likewise; if a carry is wanted, a state passes all ranks.
+there are, and one more for each such rank in a row; `carry_out` adds a broadcast of S from the last rank. In symmetric
+memory `chain`'s kernel runs, in one round as well; with a `carry_out` in P − 1 hops, as `chain`.
 """
 
 from __future__ import annotations
